@@ -69,7 +69,7 @@ def test_streams_go_on_through_faults_and_a_start_that_fails(tmp_path: Path) -> 
         assert port_of(read_port_file(tmp_path / "port")) == port
         assert restarts >= 2
         log = executor.log.read_text()
-        assert log.count("starting anew in a fresh process") == 3
+        assert log.count("restarting in a fresh process") == 3
         assert log.count("step 30: RuntimeError: CUDA error: an illegal memory access was encountered") == 1
         assert "it could not start: CUDA error: CUDA-capable device(s) is/are busy" in log
         assert "faults_in_a_row=2 pause_s=1.0" in log
@@ -88,6 +88,6 @@ def test_a_fault_in_the_middle_of_the_cuda_backend(tmp_path: Path) -> None:
         assert [result.tokens for result in results] == [result.tokens for result in wanted]
         assert restarts >= 1
         log = executor.log.read_text()
-        assert log.count("starting anew in a fresh process") == 1
+        assert log.count("restarting in a fresh process") == 1
         assert re.search(r"is lost to this process: step \d: RuntimeError: CUDA error: an illegal memory access", log)
         assert "Traceback" not in log

@@ -305,7 +305,7 @@ def test_missing_ranks_are_named() -> None:
     oracle = ["--backend", "oracle"]
     for status, output in start_by_hand([(rank(0, 4), oracle), (rank(2, 4), oracle)], join_s=8.0):
         assert status == 1
-        assert "ranks 1, 3 are missing of 4: did not come within 8 s (--join-timeout-s)" in output
+        assert "ranks 1, 3 are missing (of 4): did not connect within 8 s (--join-timeout-s)" in output
 
 
 def test_models_that_cannot_be_split_are_refused_by_every_rank(tmp_path: Path) -> None:

@@ -50,17 +50,23 @@ class OracleConfig:
     """The model that the oracle pretends to serve, and how long its steps take."""
 
     step_time_ms: float = flag(
-        "oracle: milliseconds a step takes, 0 to 60000", default=0.0, type=number(0, 60_000), metavar="MS"
+        "oracle: milliseconds that a step takes, 0 to 60000", default=0.0, type=number(0, 60_000), metavar="MS"
     )
     vocab_size: int = flag(
-        "oracle: token ids; 0: as the model has, else 512", default=0, type=integer(0, 2**31 - 1), metavar="N"
+        "oracle: size of the vocabulary; 0: the model's, without a model 512",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="N",
     )
     max_model_len: int = flag(
-        "oracle: context; 0: as the model has, else 4096", default=0, type=integer(0, 2**31 - 1), metavar="TOKENS"
+        "oracle: most tokens of a sequence; 0: the model's, without a model 4096",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="TOKENS",
     )
     # None: from the model.
     eos_token_ids: tuple[int, ...] | None = flag(
-        "oracle: end-of-sequence ids such as 0,7, or none; auto: as the model has, else 0",
+        "oracle: end-of-sequence ids such as 0,7, or none; auto: the model's, without a model 0",
         name="eos",
         default="auto",
         type=_eos,
@@ -100,8 +106,8 @@ class ExecutorConfig:
     )
     cuda_graphs: bool = flag("record decode steps as CUDA graphs (cuda)", default=True)
     fused: bool = flag(
-        "compute steps with compiled loops (cpu; of families that they do not know, parts) or fused layers (cuda), if "
-        "their logits agree with transformers'",
+        "compute steps with compiled loops (cpu; for families that the loops do not know, only parts of a step) or "
+        "fused layers (cuda), if the logits agree with those of transformers",
         default=True,
     )
     wgmma_prefill: bool = flag(
@@ -136,8 +142,8 @@ class ExecutorConfig:
         metavar="SECONDS",
     )
     rank_timeout_s: float = flag(
-        "seconds, 0.5 to 3600, after which a rank that is silent, takes nothing in or keeps others waiting in a "
-        "step counts as lost; must be less than the manager's --step-timeout-s",
+        "seconds, 0.5 to 3600, for which a rank may be silent, read nothing or keep others waiting in a step before it "
+        "counts as lost; must be less than the manager's --step-timeout-s",
         default=30.0,
         type=number(0.5, 3600),
         metavar="SECONDS",
@@ -152,8 +158,8 @@ class ExecutorConfig:
     log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
     # Empty: no file is written.
     port_file: str = flag(
-        "file to write one JSON line to: the address once the process listens, before that `phase` while a start "
-        "takes long, or `cannot_start` with the reason",
+        "file to write one JSON line to: the address once the process listens, until then the `phase` of a "
+        "long start, or `cannot_start` with the reason",
         default="",
         metavar="PATH",
     )

@@ -43,7 +43,7 @@ async def start_anew(stop: asyncio.Event, listen: str, reason: str, served_s: fl
     """
     faults = 1 if served_s >= STEADY_S else faults_before() + 1
     pause = pause_s(faults)
-    log.error("starting anew in a fresh process", reason=reason, faults_in_a_row=faults, pause_s=pause, listen=listen)
+    log.error("restarting in a fresh process", reason=reason, faults_in_a_row=faults, pause_s=pause, listen=listen)
     with suppress(TimeoutError):
         async with asyncio.timeout(pause):
             await stop.wait()

@@ -88,7 +88,7 @@ def check_group(config: ExecutorConfig, world: World) -> None:
     if config.backend == "cuda" and world.local_rank is None:
         raise ValueError(
             f"LOCAL_RANK: must be from 0 to {world.local_size - 1} with --backend cuda, since it names the rank's GPU; "
-            "it is unset: start ranks by torchrun"
+            "it is unset: start ranks with torchrun"
         )
     if config.backend != "cuda":
         refuse_cuda_flags(config)
@@ -102,7 +102,7 @@ def _check_transformers() -> None:
         if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _LEAST_TRANSFORMERS:
             least = ".".join(map(str, _LEAST_TRANSFORMERS))
             raise ValueError(
-                f"transformers {found} splits models otherwise: ranks need {least} or later "
+                f"transformers {found} splits models in another way: ranks need {least} or later "
                 f"(pip install 'transformers>={least}'), or serve the model with one rank"
             )
 

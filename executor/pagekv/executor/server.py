@@ -177,7 +177,7 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: Worl
             return status
         reason = executor.session.lost_reason
         if world.size > 1:
-            log.error("this rank ends, to be started anew", reason=reason)
+            log.error("this rank ends, so that torchrun restarts it", reason=reason)
             return EXIT_LOST
     except Exception as error:
         known = _say_why(error, config.port_file, listening=executor.listening)

@@ -185,7 +185,7 @@ class _Walk:
             else:
                 raise DecodeError(f"no field of this contract has wire type {kind}")
             if pos > end:
-                raise DecodeError("a field ends behind its message")
+                raise DecodeError("a field is longer than its message")
             found = known.get(tag >> 3)
             if found is None or kind not in found.kinds:
                 raise unknown_field(path.prefix(), tag >> 3, descriptor.name, self._bounds.unknown_rule)
@@ -193,7 +193,7 @@ class _Walk:
             if self._num_fields % SLICE_FIELDS == 0:
                 yield
             if self._num_fields > most:
-                what = f"at most {most} fields and entries of lists in all, numbers in packed lists not counted"
+                what = f"at most {most} fields and list entries in all, not counting numbers in packed lists"
                 raise InvalidRequest(path.prefix() + found.name, f"a message must have {what}; this one has more")
             if kind == _LENGTH and not found.inside and size > MAX_TEXT_BYTES:
                 words = f"must be at most {MAX_TEXT_BYTES} bytes, has {size}"
@@ -259,7 +259,7 @@ class _Walk:
             if byte < 0x80:
                 return value, at + 1
             shift += 7
-        raise DecodeError("a number has no end")
+        raise DecodeError("a number does not end")
 
 
 def _child(into: Message, found: _Field) -> Message:

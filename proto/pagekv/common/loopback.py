@@ -49,7 +49,7 @@ def open_to_others(listeners: Mapping[str, str]) -> dict[str, str]:
 def open_words(address: str) -> str:
     """The sentence, without a full stop, that refuses an address that other machines can reach."""
     return (
-        f"other machines could connect to {address}, without TLS or a login: listen at an address of loopback, such as "
+        f"other machines could connect to {address}, without TLS or a login: listen at a loopback address, such as "
         "127.0.0.1, set up TLS and identities (pagekv certs), or accept that with --insecure (PAGEKV_INSECURE=on)"
     )
 

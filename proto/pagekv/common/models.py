@@ -70,13 +70,14 @@ def check_model_files(directory: Path, *, weights: bool = True) -> None:
         raise ModelNotFound(f"{directory} is empty: it should hold a model's config.json, weights and tokenizer")
     if not (directory / CONFIG).is_file():
         raise ModelNotFound(
-            f"{directory} has no {CONFIG}, so it is no model directory: name the one that holds it" + _below(directory)
+            f"{directory} has no {CONFIG}, so it is not a model directory: name the directory that has it"
+            + _below(directory)
         )
     _read_object(directory / CONFIG)
     for path in _weight_files(directory) if weights else ():
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise ModelNotFound(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull in {directory}")
+                raise ModelNotFound(f"{path} is a Git LFS pointer, not the weights: run git lfs pull in {directory}")
 
 
 def _below(directory: Path) -> str:
@@ -126,7 +127,7 @@ def _demo_directory() -> Path:
         directory = Path(location) / "demo_model"
         if (directory / CONFIG).is_file():
             return directory
-    raise ModelNotFound("the demo model is not installed: install the whole of pagekv, or name a model directory")
+    raise ModelNotFound("the demo model is not installed: install all of pagekv, or name a model directory")
 
 
 def _from_hub(name: str, weights: bool) -> Path:
@@ -167,11 +168,11 @@ def _hub_words(name: str, error: BaseException) -> str:
     """Why the hub did not deliver the model and what to do, in words for users who do not know the libraries."""
     names = {type(each).__name__ for each in _chain(error)}
     if names.intersection(_GATED):
-        return f"the hub's model {name!r} asks for consent: give it at https://huggingface.co/{name}, and set HF_TOKEN"
+        return f"the hub's model {name!r} requires consent: give it at https://huggingface.co/{name}, and set HF_TOKEN"
     if names.intersection(_NOT_THERE):
-        return f"the hub has no model {name!r}, or hides it: check the name, and set HF_TOKEN for one that is private"
+        return f"the hub has no model {name!r}, or it is private: check the name, and set HF_TOKEN for a private model"
     if names.intersection(_UNREACHABLE):
-        return "the hub cannot be reached, nor has it been fetched before: check the network, or name a directory"
+        return "the hub cannot be reached, and no copy was fetched earlier: check the network, or name a directory"
     first = (str(error).strip().splitlines() or [""])[0]
     return f"fetching it from the hub failed ({type(error).__name__}: {first}): try again, or name a directory"
 

@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.flag("timeout-s", "seconds to wait for an answer", default=5.0, type=number(0.1, 600))
     words = "authority that signed the server's certificate (PEM); this flag or a certificate means TLS"
     parser.flag("ca", words, default="", metavar="FILE")
-    words = "certificate to show (PEM), which a server with mutual TLS asks for"
+    words = "certificate to present (PEM), if the server requires one (mutual TLS)"
     parser.flag("client-cert", words, default="", metavar="FILE")
-    parser.flag("client-key", "its private key, without a passphrase (PEM)", default="", metavar="FILE")
-    words = "name that the server's certificate has to bear; empty: the host of the address"
+    parser.flag("client-key", "private key of the certificate, without a passphrase (PEM)", default="", metavar="FILE")
+    words = "name that the server's certificate must have; empty: the host of the address"
     parser.flag("server-name", words, default="", metavar="NAME")
     args: argparse.Namespace = parser.parse(argv)
     try:

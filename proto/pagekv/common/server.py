@@ -111,7 +111,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 request = parse(data)
             except DecodeError as error:
                 # gRPC itself would end the call with UNKNOWN.
-                raise InvalidRequest("", f"must be the message of {method}, its bytes are none: {error}") from error
+                raise InvalidRequest(
+                    "", f"must be the message of {method}, but its bytes cannot be read: {error}"
+                ) from error
             if own:
                 check_known(request)
             return request

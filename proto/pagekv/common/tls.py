@@ -219,7 +219,7 @@ def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
     try:
         same = found.public_key() == certificate.public_key()
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise TlsError(f"--{files.cert_flag} {files.cert}: has a key of a kind that is not known here") from error
+        raise TlsError(f"--{files.cert_flag} {files.cert}: has a key of an unknown kind") from error
     if not same:
         raise TlsError(f"--{files.key_flag} {files.key}: is not the key of the certificate in {files.cert}")
     _check_time(files.cert_flag, files.cert, certificate)

@@ -18,7 +18,7 @@ class TlsConfig:
     )
     tls_key: str = flag("private key of --tls-cert, without a passphrase", default="", metavar="FILE")
     tls_client_ca: str = flag(
-        "authorities of client certificates (PEM): every client must show a certificate (mutual TLS)",
+        "authorities of client certificates (PEM): every client must present a certificate (mutual TLS)",
         default="",
         metavar="FILE",
     )

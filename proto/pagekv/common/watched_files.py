@@ -52,10 +52,10 @@ class WatchedFiles:
                     # Errors of any kind: if the watch ended, old keys and certificates would stay in use for ever.
                     self.failures += 1
                     known = isinstance(error, (OSError, ValueError))
-                    words = "files have changed and cannot be used; what was read before stays"
+                    words = "files have changed and cannot be used; the earlier content stays in force"
                     log.error(words, error=error, exc_info=None if known else error)
                 else:
-                    log.info("files were read again, for they have changed", what=self.what)
+                    log.info("files have changed and were read again", what=self.what)
             seen = now
 
     def _state(self) -> _State:

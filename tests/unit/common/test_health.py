@@ -98,7 +98,7 @@ async def test_bytes_that_are_no_message_are_refused_by_grpcs_own_services_too(
     for sent in (b"\xff", b"\x0a\x01\xff"):
         call = channel.stream_stream(f"/{method}")(iter([sent]))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert f"must be the message of /{method}, its bytes are none" in await call.details()
+        assert f"must be the message of /{method}, but its bytes cannot be read" in await call.details()
         status = status_pb2.Status.FromString(dict(await call.trailing_metadata())[STATUS_DETAILS_KEY])
         assert status.details[1].Is(error_details_pb2.BadRequest.DESCRIPTOR)
     # A field that a later version of their contract may have.

@@ -63,7 +63,7 @@ def test_what_is_open_is_refused_with_the_flag_the_address_and_what_to_do(capsys
     assert caught.value.code == 2
     assert capsys.readouterr().err == (
         "pagekv-test: argument --http-listen: other machines could connect to 0.0.0.0:2, without TLS or a login: "
-        "listen at an address of loopback, such as 127.0.0.1, set up TLS and identities (pagekv certs), or accept that "
+        "listen at a loopback address, such as 127.0.0.1, set up TLS and identities (pagekv certs), or accept that "
         "with --insecure (PAGEKV_INSECURE=on)\n"
         "Try 'pagekv-test --help'.\n"
     )

@@ -75,10 +75,10 @@ class RepositoryNotFoundError(Exception):
     [
         (
             LocalEntryNotFoundError("Got: ConnectError: [Errno -2]\nAn error happened"),
-            "the hub cannot be reached, nor",
+            "the hub cannot be reached, and no copy was fetched earlier",
         ),
-        (GatedRepoError("401 Client Error\nlong"), "asks for consent: give it at https://huggingface.co/owner/model"),
-        (RepositoryNotFoundError("404\nlong"), "the hub has no model 'owner/model', or hides it"),
+        (GatedRepoError("401 Client Error\nlong"), "requires consent: give it at https://huggingface.co/owner/model"),
+        (RepositoryNotFoundError("404\nlong"), "the hub has no model 'owner/model', or it is private"),
         (
             OSError("no room left\nlong"),
             "fetching it from the hub failed (OSError: no room left): try again, or",
@@ -161,14 +161,14 @@ def incomplete(directory: Path, kind: str) -> Path:
     ("kind", "words"),
     [
         ("empty", "is empty: it should hold a model's config.json, weights and tokenizer"),
-        ("no config", "has no config.json, so it is no model directory"),
-        ("nested", "name the one that holds it, such as "),
+        ("no config", "has no config.json, so it is not a model directory"),
+        ("nested", "name the directory that has it, such as "),
         ("half a config", "config.json cannot be read as JSON: "),
         ("list", "config.json: must be a JSON object, got list"),
         ("no weights", "has no weights: neither model.safetensors nor model.safetensors.index.json is there; copy"),
         ("other weights", "is there (pytorch_model.bin is of another format); copy"),
         ("shards", "lacks 1 of the 2 files that model.safetensors.index.json names, such as 2.safetensors"),
-        ("pointer", "is a pointer of Git LFS, not the weights: run git lfs pull"),
+        ("pointer", "is a Git LFS pointer, not the weights: run git lfs pull"),
     ],
 )
 def test_a_directory_that_is_not_complete_is_refused_by_name(tmp_path: Path, kind: str, words: str) -> None:

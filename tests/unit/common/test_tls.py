@@ -333,7 +333,7 @@ def test_certificates_of_kinds_that_are_not_known_are_refused_in_words(authority
     # The key's curve is one that there is not.
     curve = b"\x2a\x86\x48\xce\x3d\x03\x01"
     kind = damaged(authority, authority.pair("b"), curve + b"\x07", curve + b"\x63")
-    assert refusal(config_of(kind)) == f"--tls-cert {kind.cert}: has a key of a kind that is not known here"
+    assert refusal(config_of(kind)) == f"--tls-cert {kind.cert}: has a key of an unknown kind"
 
 
 @pytest.mark.timeout(20)

@@ -114,7 +114,7 @@ def test_every_call_refuses_before_its_handler_sees_the_request() -> None:
                         path = f"/{service.full_name}/{method.name}"
                         for sent, words, field in (
                             (UNKNOWN, "has no field 15000", "15000"),
-                            (b"\xff", f"must be the message of {path}, its bytes are none", ""),
+                            (b"\xff", f"must be the message of {path}, but its bytes cannot be read", ""),
                         ):
                             begun = call(path)(sent)
                             assert await begun.code() is grpc.StatusCode.INVALID_ARGUMENT

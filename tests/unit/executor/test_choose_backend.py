@@ -82,7 +82,7 @@ def test_ranks_on_cpus_share_the_memory_of_their_machine_and_limit_waits_once_lo
     flags = ["--backend", "cpu", "--threads", "3", "--rank-timeout-s", "7"]
     load_backend(parse_config([*flags, "--kv-memory", "4GiB"], env={}), world)
     assert done == [(1, 4, 3, None), 7.0]
-    with pytest.raises(ValueError, match=r"there is memory for 4294967296 bytes at most \(.* GiB\) on each rank"):
+    with pytest.raises(ValueError, match=r"at most 4294967296 bytes \(.* GiB\) are available on each rank"):
         load_backend(parse_config([*flags, "--kv-memory", "5GiB"], env={}), world)
 
 

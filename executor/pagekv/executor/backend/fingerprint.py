@@ -42,7 +42,7 @@ def _add_weights(digest: hashlib._Hash, path: Path) -> None:
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"{path} is no safetensors file: it says its header has {length} bytes")
+                raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
             _frame(digest, file.read(length))
         for index in range(NUM_SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1))

@@ -50,7 +50,7 @@ def load_forward(
     loaded = load_model(model_path, dtype, shards=shards)
     for way in (LOOPS, PACKED_LAYERS) if fused else (PACKED_LAYERS,):
         if dtype not in TOLERANCE:
-            reason = f"they compute in float32 and bfloat16, not in {dtype}"
+            reason = f"{way.name} compute only in float32 and bfloat16, not in {dtype}"
         elif not (reason := way.why_not(loaded, shards)):
             found = _checked(loaded, dtype, shards, way)
             if not isinstance(found, str):
@@ -71,12 +71,12 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way
     """
     failed, reason = False, ""
     routing = Routing(loaded.model)
-    with phase("computing logits by transformers' model, to compare with"), routing.kept():
+    with phase("computing logits with transformers, to compare with"), routing.kept():
         expected = _logits(ModuleForward(loaded.model, pack=False), loaded, routing)
     try:
         with way.made(loaded, shards) as forward, routing.repeated():
             agree = _agree(_logits(forward, loaded, routing), expected, TOLERANCE[dtype]) and routing.agrees
-        reason = "" if agree else f"{way.name} do not compute what transformers does: please report this model"
+        reason = "" if agree else f"{way.name} compute other logits than transformers: please report this model"
     except TooLittleMemory:
         raise
     # Numba that does not fit NumPy or the processor, or a model unlike the rest of its family, can raise anything.

@@ -96,7 +96,7 @@ def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> 
             assert decoder is not None
             forward = FusedLayers(decoder, loaded, device.launcher, device.torch_device, shards)
             if not _agree(loaded, _logits(forward, loaded, device), expected):
-                reason = "the fused layers do not compute what transformers does: please report this model"
+                reason = "the fused layers compute other logits than transformers: please report this model"
         # A model unlike the rest of its family, or rows that no kernel can read, can raise anything.
         except Exception as error:
             # Raises if a kernel fault has made the device unusable: then nothing else could compute either.

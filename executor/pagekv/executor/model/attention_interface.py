@@ -77,9 +77,9 @@ def paged_attention(
     Raises UnsupportedAttention for any argument that must not be ignored because it would change the result.
     """
     if paged is None:
-        raise UnsupportedAttention("the model does not hand keyword arguments down to its attention")
+        raise UnsupportedAttention("the model does not pass keyword arguments on to its attention")
     if attention_mask is not None or query.shape[0] != 1:
-        raise UnsupportedAttention("the model brings an attention mask of its own")
+        raise UnsupportedAttention("the model uses an attention mask of its own")
     if not getattr(module, "is_causal", True):
         raise UnsupportedAttention("the model's attention is not causal")
     for name, given in kwargs.items():
@@ -88,10 +88,12 @@ def paged_attention(
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedAttention(f"the model's attention has a window of {sliding_window} tokens")
     if s_aux is not None and s_aux.shape != (query.shape[1],):
-        raise UnsupportedAttention(f"the model's attention has sinks of shape {tuple(s_aux.shape)}, not one a head")
+        raise UnsupportedAttention(
+            f"the model's attention has sinks of shape {tuple(s_aux.shape)}, not one for each head"
+        )
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise UnsupportedAttention("the model's attention layers have no number")
+        raise UnsupportedAttention("the model's attention layers are not numbered (layer_idx)")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # torch's fused kernel on CPUs requires contiguous heads and does not check.
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))

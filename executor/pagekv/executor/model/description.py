@@ -83,8 +83,8 @@ class ModelBackendInfo:
         if 0 < self.kv_memory < size:
             raise InvalidRequest(
                 "block_size",
-                f"a block of {block_size} tokens takes {size} bytes, more than --kv-memory {self.kv_memory} gives to "
-                "all; give more, or 0 for a share of what is available, or choose a smaller --block-size",
+                f"a block of {block_size} tokens takes {size} bytes, more than --kv-memory {self.kv_memory}; "
+                "give more, or 0 for a share of what is available, or choose a smaller --block-size",
             )
 
     def add_profile(self, key: tuple[int, int], profile: StepProfile) -> None:

@@ -259,9 +259,9 @@ class _Probe:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[0] % key.shape[0]:
-            raise UnsupportedAttention("the model's queries, keys and values do not have one head size")
+            raise UnsupportedAttention("the model's queries, keys and values differ in head size")
         if layer in self.calls:
-            raise UnsupportedAttention(f"layer {layer} of the model attends twice")
+            raise UnsupportedAttention(f"layer {layer} of the model calls attention twice")
         self.calls[layer] = _LayerCall(query.shape[0], key.shape[0], key.shape[2], scores)
         return torch.zeros_like(query.transpose(0, 1))
 
@@ -281,14 +281,14 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_La
     calls = [call for _, call in sorted(probe.calls.items())]
     if not calls or sorted(probe.calls) != list(range(text.num_hidden_layers)):
         raise ValueError(
-            f"{name} cannot be served: {len(calls)} of its {text.num_hidden_layers} layers take their attention "
-            "from transformers' attention interface; use a model whose every layer does"
+            f"{name} cannot be served: {len(calls)} of its {text.num_hidden_layers} layers use "
+            "transformers' attention interface; use a model of which every layer does"
         )
     if len({(call.num_kv_heads, call.head_size) for call in calls}) != 1:
         raise ValueError(f"{name} cannot be served: its layers differ in KV heads or head size; use another model")
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind != "sliding_attention" and calls[layer].scores.window is not None:
-            raise ValueError(f"{name} cannot be served: layer {layer} is {kind} and has a window; use another model")
+            raise ValueError(f"{name} cannot be served: layer {layer} is {kind} but has a window; use another model")
     return calls, logits.shape[-1]
 
 
@@ -308,7 +308,7 @@ def _max_model_len(directory: Path, text: Any, windows: Sequence[int | None]) ->
     """The longest context that the model can serve exactly, in tokens. `windows`: of the layers' attention calls."""
     longest = getattr(text, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
-        raise ValueError(f"{directory}: config.json does not say max_position_embeddings; add it")
+        raise ValueError(f"{directory}: config.json has no max_position_embeddings; add it")
     rope = getattr(text, "rope_parameters", None) or {}
     # In some models a dictionary of dictionaries: one for each layer type.
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -325,7 +325,7 @@ def _max_model_len(directory: Path, text: Any, windows: Sequence[int | None]) ->
     if untold and min(untold) < longest:
         longest = min(untold)
         log.warning(
-            "the context ends with the window of layers that do not say theirs",
+            "the context is limited to the window of layers that do not pass it to attention",
             model_type=text.model_type,
             max_model_len=longest,
         )

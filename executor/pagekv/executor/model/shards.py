@@ -171,7 +171,7 @@ class Shards:
             if self._recording and rows.is_cuda:
                 raise
             # Another rank is lost, or slower than the group's timeout: no rank can continue.
-            why = "a collective failed" if failure is None else "this rank failed, and left others waiting"
+            why = "a collective failed" if failure is None else "this rank failed while others waited for it"
             self.lost(f"{why}: {str(failure or error).partition(chr(10))[0]}")
             raise
         self.waited_s += time.perf_counter() - begin

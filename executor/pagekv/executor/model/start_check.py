@@ -72,9 +72,7 @@ def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
     """Raises ValueError if the query heads cannot be divided equally among `ranks`."""
     heads = stored.num_heads
     if ranks > 1 and heads and heads % ranks:
-        raise ValueError(
-            f"WORLD_SIZE {ranks}: must divide the {heads} query heads of {directory}, so that each rank has as many"
-        )
+        raise ValueError(f"WORLD_SIZE {ranks}: must divide the {heads} query heads of {directory} evenly")
 
 
 def check_kv_memory(
@@ -86,8 +84,8 @@ def check_kv_memory(
     if kv_memory > most:
         each = " on each rank" if ranks > 1 else ""
         raise ValueError(
-            f"--kv-memory {kv_memory}: there is memory for {most} bytes at most ({most / 2**30:.1f} GiB){each}, and "
-            "the model takes some of it: give less, or 0 for a share of what is available"
+            f"--kv-memory {kv_memory}: at most {most} bytes ({most / 2**30:.1f} GiB) are available{each}, also for the "
+            "model: give less, or 0 for a share of what is available"
         )
     # As `num_rank_kv_heads` shares heads out.
     heads = stored.num_kv_heads or stored.num_heads or 1

@@ -30,16 +30,16 @@ def refuse_unsupported(directory: Path, config: Any) -> None:
         raise ValueError(f"{kind} have layers of type {', '.join(sorted(other))}, not supported; use another model")
     # With is_causal false, transformers lets every token see later ones, and the layers do not tell.
     if not getattr(text, "is_causal", True):
-        raise ValueError(f"{kind} with is_causal false in config.json are no causal language models; use one that is")
+        raise ValueError(f"{kind} with is_causal false in config.json are not causal language models; use one that is")
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     classes = found if isinstance(found, (tuple, list)) else (found,)
     if not classes:
-        raise ValueError(f"{kind} are no causal language models in transformers; use one that is")
+        raise ValueError(f"{kind} are not causal language models in transformers; use one that is")
     # Some classes without the interface look attention up in a table of their own, and fail with a KeyError.
     if not any(one.is_backend_compatible() for one in classes):
         raise ValueError(
-            f"{directory}: {classes[0].__name__} cannot be served: it does not take its attention from transformers' "
-            "attention interface; use a model that does"
+            f"{directory}: {classes[0].__name__} cannot be served: it does not use transformers' attention "
+            "interface; use a model that does"
         )
 
 

@@ -50,5 +50,5 @@ def _read_directory(directory: Path, model_id: str) -> OracleModel:
 def _read_json(path: Path) -> dict[str, Any]:
     data = json.loads(path.read_text())
     if not isinstance(data, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ValueError(f"{path} must be a JSON object")
     return data

@@ -105,7 +105,7 @@ class Gathering:
         if not select.select([self._listener], [], [], joining.left_s)[0]:
             missing = [rank for rank in range(1, self._world.size) if rank not in self._links]
             words = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
-            raise NoGroup(f"{words} missing of {self._world.size}: did not come {joining}")
+            raise NoGroup(f"{words} missing (of {self._world.size}): did not connect {joining}")
 
     def _greet(self, link: RankLink) -> None:
         try:

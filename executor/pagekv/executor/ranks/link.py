@@ -122,7 +122,7 @@ class RankLink:
             # Part of a message may have been sent, after which no other message can be read.
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            raise LinkLost("it takes nothing any more") from error
+            raise LinkLost("it reads nothing any more") from error
         except OSError as error:
             raise LinkLost(f"the connection broke: {error}") from error
 

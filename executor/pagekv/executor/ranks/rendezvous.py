@@ -36,7 +36,7 @@ def open_store(world: World, joining: JoinTime) -> Store:
     from torch._C._distributed_c10d import TCPStore
 
     where = f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}"
-    absent = f"{where}: the ranks' store is not there {joining}; is rank 0 missing, or the port closed?"
+    absent = f"{where}: no store of the ranks was found {joining}; is rank 0 missing, or the port closed?"
     keeps = world.rank == 0 and not world.has_store
     # First waits for the port: the store itself would try for more than twice the time, and print a trace of its code.
     while not keeps and not _answers(world.address, world.port):
@@ -49,7 +49,7 @@ def open_store(world: World, joining: JoinTime) -> Store:
     # The only common type of the store's errors.
     except RuntimeError as error:
         if keeps:
-            raise NoGroup(f"{where}: rank 0 cannot keep the ranks' store there; is there another rank 0?") from error
+            raise NoGroup(f"{where}: rank 0 cannot open the ranks' store there; is another rank 0 running?") from error
         raise NoGroup(absent) from error
 
 
@@ -101,7 +101,7 @@ def find_leader(store: Store, world: World, joining: JoinTime) -> Meeting:
         store.wait([_KEY], timedelta(seconds=joining.left_s))
         return _read(store)
     except RuntimeError as error:
-        raise NoGroup(f"rank 0 is missing: it did not come to the ranks' store {joining}") from error
+        raise NoGroup(f"rank 0 is missing: it did not connect to the ranks' store {joining}") from error
 
 
 def has_served(store: Store) -> bool:
@@ -126,7 +126,7 @@ def join_process_group(store: Store, world: World, meeting: Meeting, joining: Jo
     from torch._C._distributed_c10d import PrefixStore
 
     if gpus and not dist.is_nccl_available():
-        raise NoGroup("--backend cuda: this torch has no NCCL, over which ranks on GPUs compute; use PyPI's, on Linux")
+        raise NoGroup("--backend cuda: this torch has no NCCL, which ranks on GPUs need; use PyPI's build for Linux")
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpus else "gloo",

@@ -26,7 +26,7 @@ _PARENT = os.getppid()
 
 def end_process(reason: str) -> None:
     """Ends this process at once, since its threads may hang in a collective until the library's timeout."""
-    log.error("the group of ranks is broken: this rank ends, to be started anew", reason=reason)
+    log.error("the group of ranks is broken: this rank ends, so that torchrun restarts it", reason=reason)
     logging.shutdown()
     os._exit(EXIT_LOST)
 

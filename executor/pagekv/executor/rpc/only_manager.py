@@ -18,7 +18,7 @@ def only_manager(name: str) -> Admit:
         if method.startswith(health_calls):
             return
         if name not in peer_names(context.auth_context()):
-            words = "this executor serves its manager alone (--manager-name), and your certificate has another name"
+            words = "this executor serves only its manager (--manager-name), and your certificate has another name"
             raise PermissionDenied(words)
 
     return admit

@@ -77,7 +77,7 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
                 await session.submit(stream, step)
             session.finish_input(stream)
         except DecodeError as error:
-            refusal = InvalidRequest("step", f"must be a StepRequest, its bytes are none: {error}")
+            refusal = InvalidRequest("step", f"must be a StepRequest, but its bytes cannot be read: {error}")
             session.finish_input(stream, refusal)
         except PageKVError as error:
             if stream.epoch is None and not isinstance(error, InvalidRequest):

@@ -88,7 +88,9 @@ def _check_features(order: AttachOrder, description: BackendDescription) -> None
             name = names.get(number, f"feature {number}")
             has = ", ".join(names[feature] for feature in description.features) or "none"
             raise FailedPrecondition(
-                f"required_features[{index}]: {name} is not here: this executor has {has}", "EXECUTOR_FEATURE", name
+                f"required_features[{index}]: {name} is not supported: this executor has {has}",
+                "EXECUTOR_FEATURE",
+                name,
             )
     if order.num_host_blocks and BackendFeature.HOST_POOL not in order.required_features:
         raise InvalidRequest(

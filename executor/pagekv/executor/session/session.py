@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 # The token budget to profile if `Attach` comes without a `Describe`.
 DEFAULT_TOKEN_BUDGET = 2048
-LOST = "the executor's device failed: it starts anew"
+LOST = "the executor's device failed, and the executor restarts"
 
 
 class StepFailed(ComputationFailed):

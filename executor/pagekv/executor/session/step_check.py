@@ -108,9 +108,7 @@ class CheckedStep:
         if op.direction is None:
             raise InvalidRequest(f"{path}.kind", "must be COPY, SWAP_OUT or SWAP_IN", "R4")
         if op.direction is not CopyDirection.COPY and not host:
-            raise InvalidRequest(
-                f"{path}.kind", f"must be COPY: there is no host pool to {op.direction.value} with", "R5"
-            )
+            raise InvalidRequest(f"{path}.kind", f"must be COPY: there is no host pool for {op.direction.value}", "R5")
         check_columns(f"{path}.destinations", op.destinations, "sources", op.sources, "R6")
         pool_size = host if op.direction is CopyDirection.SWAP_IN else device
         check_ids(f"{path}.sources", op.sources, "block", pool_size, "R7")

@@ -165,7 +165,7 @@ def test_ranks_compute_in_one_way_and_tell_a_failure_from_a_difference(
     found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards, LOOPS))
     assert found == [
         "another rank cannot",
-        "the compiled loops do not compute what transformers does: please report this model",
+        "the compiled loops compute other logits than transformers: please report this model",
         "the compiled loops failed: KeyError: 'no such name'",
     ]
     assert shards.failed == [False, False, True]

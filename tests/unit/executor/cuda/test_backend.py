@@ -47,7 +47,7 @@ def test_memory_for_less_than_a_block_is_refused_before_a_step_is_profiled(
 ) -> None:
     backend = host_backend(llama, kv_memory=4096)
     monkeypatch.setattr(backend, "_measure", lambda *_: pytest.fail("profiled"))
-    with pytest.raises(InvalidRequest, match="more than --kv-memory 4096 gives"):
+    with pytest.raises(InvalidRequest, match="more than --kv-memory 4096;"):
         backend.describe(256, 4)
 
 

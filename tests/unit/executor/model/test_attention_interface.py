@@ -32,7 +32,7 @@ class Never:
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"block_indices": torch.zeros(1), "position_ids": torch.zeros(1)}, "uses block_indices"),
         ({"sliding_window": 0}, "a window of 0 tokens"),
-        ({"s_aux": torch.zeros(1)}, r"sinks of shape \(1,\), not one a head"),
+        ({"s_aux": torch.zeros(1)}, r"sinks of shape \(1,\), not one for each head"),
     ],
 )
 def test_refuses_what_it_would_get_wrong(change: dict[str, Any], reason: str) -> None:

@@ -107,7 +107,7 @@ def test_a_rank_that_failed_is_lost_by_its_failure_if_others_do_not_come() -> No
     begun = time.monotonic()
     with ranks_running(code, 2) as ranks:
         outputs = [each.communicate(timeout=240)[0] for each in ranks]
-    assert outputs[1] == "1 2\nthis rank failed, and left others waiting: out of memory\n"
+    assert outputs[1] == "1 2\nthis rank failed while others waited for it: out of memory\n"
     # Its end breaks what the other one waits in.
     assert outputs[0].startswith("1 2\na collective failed: ")
     assert [each.returncode for each in ranks] == [75, 75]

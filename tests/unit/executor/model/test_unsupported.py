@@ -31,7 +31,7 @@ from pagekv.executor.model.loading import load_model
         ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not supported"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"num_kv_shared_layers": 2}, "share keys and values"),
-        ({"is_causal": False}, "is_causal false in config.json are no causal"),
+        ({"is_causal": False}, "is_causal false in config.json are not causal"),
     ],
 )
 def test_configurations_that_would_be_served_wrongly_are_refused(tmp_path: Path, fields: Any, reason: str) -> None:
@@ -98,5 +98,5 @@ def test_attention_of_its_own_is_noticed_before_weights_are_read(
 
 def test_models_of_images_are_refused(tmp_path: Path) -> None:
     ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="models of type 'vit' are no causal language models"):
+    with pytest.raises(ValueError, match="models of type 'vit' are not causal language models"):
         load_model(tmp_path, torch.float32)

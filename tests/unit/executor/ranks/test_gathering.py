@@ -50,9 +50,11 @@ def test_all_come_and_their_links_work() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    words = "ranks 1, 3 are missing of 4: did not come within 2 s (--join-timeout-s)"
+    words = "ranks 1, 3 are missing (of 4): did not connect within 2 s (--join-timeout-s)"
     assert reasons(gathering(4, [(World(2, 4), FACTS)], 2.0)) == [words, words]
-    assert reasons(gathering(2, [], 0.1)) == ["rank 1 is missing of 2: did not come within 0.1 s (--join-timeout-s)"]
+    assert reasons(gathering(2, [], 0.1)) == [
+        "rank 1 is missing (of 2): did not connect within 0.1 s (--join-timeout-s)"
+    ]
 
 
 @pytest.mark.parametrize(

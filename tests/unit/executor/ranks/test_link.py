@@ -84,7 +84,7 @@ def test_the_end_frees_the_descriptor_of_one_that_receives_meanwhile() -> None:
 def test_a_peer_that_takes_nothing_any_more_is_lost_in_time() -> None:
     one, other, _ = pair()
     one.limit_sends(0.05)
-    with pytest.raises(LinkLost, match="it takes nothing any more"):
+    with pytest.raises(LinkLost, match="it reads nothing any more"):
         one.send(Kind.STEP, b"\0" * MAX_BYTES)
     # Part of a message is out: nothing may follow it.
     with pytest.raises(LinkLost):

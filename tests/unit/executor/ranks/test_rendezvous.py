@@ -85,10 +85,10 @@ def test_a_rank_that_comes_when_all_are_there_is_told_so(port: int) -> None:
 
 
 def test_a_store_that_is_not_there_and_two_that_keep_it(port: int) -> None:
-    with pytest.raises(NoGroup, match=f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: the ranks' store is not there"):
+    with pytest.raises(NoGroup, match=f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: no store of the ranks was found"):
         open_store(World(1, 2, 2, "127.0.0.1", port), JoinTime(1.0))
     kept = open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
-    with pytest.raises(NoGroup, match="rank 0 cannot keep the ranks' store there; is there another rank 0"):
+    with pytest.raises(NoGroup, match="rank 0 cannot open the ranks' store there; is another rank 0 running"):
         open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(1.0))
     with pytest.raises(NoGroup, match="rank 0 is missing"):
         find_leader(kept, World(1, 2, 2, "127.0.0.1", port), JoinTime(0.5))

@@ -56,7 +56,7 @@ def test_the_manager_is_let_in_by_either_name(names: dict[str, list[bytes]]) -> 
 )
 @pytest.mark.parametrize("method", [ATTACH, "/pagekv.steps.v1.ExecutorService/Run", "/grpc.health.v1.Healthy/Check"])
 def test_everybody_else_is_refused_in_words(names: dict[str, list[bytes]], method: str) -> None:
-    with pytest.raises(PermissionDenied, match=r"serves its manager alone \(--manager-name\)") as caught:
+    with pytest.raises(PermissionDenied, match=r"serves only its manager \(--manager-name\)") as caught:
         admit(Connection(**names), method)
     # The name that would be let in is not told.
     assert "pagekv-manager" not in str(caught.value)

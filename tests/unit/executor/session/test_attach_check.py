@@ -85,11 +85,11 @@ def test_a_field_out_of_its_bounds(fields: dict[str, Any], field: str, part: str
     [
         ({"contract_revision": 0}, "contract_revision: must be from 1 to 1", "0"),
         ({"contract_revision": CONTRACT_REVISION + 1}, "got 2", "2"),
-        ({"required_features": (0,)}, r"required_features\[0\]: feature 0 is not here", "feature 0"),
-        ({"required_features": (2, 99)}, r"required_features\[1\]: feature 99 is not here", "feature 99"),
+        ({"required_features": (0,)}, r"required_features\[0\]: feature 0 is not supported", "feature 0"),
+        ({"required_features": (2, 99)}, r"required_features\[1\]: feature 99 is not supported", "feature 99"),
         (
             {"required_features": (BackendFeature.PENALTIES,)},
-            "EXECUTOR_FEATURE_PENALTIES is not here: this executor has EXECUTOR_FEATURE_HOST_POOL, EXECUTOR_FEATURE_",
+            "EXECUTOR_FEATURE_PENALTIES is not supported: this executor has EXECUTOR_FEATURE_HOST_POOL, EXECUTOR_",
             "EXECUTOR_FEATURE_PENALTIES",
         ),
     ],

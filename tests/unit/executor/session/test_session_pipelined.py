@@ -186,7 +186,7 @@ async def test_a_lost_device_is_told_after_the_step_and_nothing_is_answered_any_
     reason = it.session.lost_reason
     assert reason.endswith("step 2: RuntimeError: CUDA error: an illegal memory access was encountered")
     for call in (it.session.describe(16, 64), it.session.attach(attach_order())):
-        with pytest.raises(Unavailable, match="the executor's device failed: it starts anew"):
+        with pytest.raises(Unavailable, match="the executor's device failed, and the executor restarts"):
             await call
     await it.session.shut_down()
 
@@ -195,7 +195,7 @@ async def test_a_lost_device_is_told_after_the_step_and_nothing_is_answered_any_
 async def test_a_device_that_is_found_lost_while_attaching(it: Pipelined) -> None:
     """A failure after the last step of an epoch shows when the next one begins."""
     it.backend.dead = True
-    with pytest.raises(Unavailable, match="it starts anew"):
+    with pytest.raises(Unavailable, match="the executor restarts"):
         await it.session.attach(attach_order())
     await it.session.lost.wait()
     assert "illegal memory access" in it.session.lost_reason

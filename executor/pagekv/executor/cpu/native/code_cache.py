@@ -47,7 +47,7 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
     # Such as a full disk; or a file that a crash of the machine cut short, for which pickle raises any exception.
     except Exception as error:
         first_line = str(error).partition("\n")[0]
-        log.warning("compiled loops are not kept", folder=str(own), error=f"{type(error).__name__}: {first_line}")
+        log.warning("compiled loops are not cached", folder=str(own), error=f"{type(error).__name__}: {first_line}")
         shutil.rmtree(own, ignore_errors=True)
         return compile(work, cache=False)
     finally:
@@ -76,7 +76,7 @@ def code_folder() -> Path | str:
             _check_room(folder)
     # Path.home() raises RuntimeError for a user without a home.
     except (OSError, RuntimeError) as error:
-        log.warning("compiled loops are not kept: each start compiles them anew", error=str(error))
+        log.warning("compiled loops are not cached: each start compiles them again", error=str(error))
         return str(error)
     return folder
 
@@ -93,5 +93,5 @@ def when_compiled() -> str:
     """
     folder = code_folder()
     if isinstance(folder, str):
-        return f"at every start, since they cannot be kept: {folder}"
-    return "" if any(folder.iterdir()) else f"once: they are kept in {folder}"
+        return f"at every start, because they cannot be cached: {folder}"
+    return "" if any(folder.iterdir()) else f"once: they are cached in {folder}"

@@ -49,7 +49,7 @@ def files(caches: Path) -> list[Path]:
 
 
 def test_code_is_kept_and_found_again(caches: Path) -> None:
-    assert when_compiled() == f"once: they are kept in {code_folder()}"
+    assert when_compiled() == f"once: they are cached in {code_folder()}"
     assert [hits(number) for number in (1, 2, 1, 2)] == [0, 0, 1, 1]
     assert when_compiled() == ""
     assert not numba.config.CACHE_DIR
@@ -125,6 +125,6 @@ def test_loops_run_where_code_cannot_be_kept(
     assert [hits(1), hits(1)] == [0, 0]
     assert [path.name for path in files(caches)] in ([], ["pagekv"])
     assert [record.message for record in caplog.records] == [
-        "compiled loops are not kept: each start compiles them anew"
+        "compiled loops are not cached: each start compiles them again"
     ]
-    assert when_compiled() == f"at every start, since they cannot be kept: {code_folder()}"
+    assert when_compiled() == f"at every start, because they cannot be cached: {code_folder()}"
