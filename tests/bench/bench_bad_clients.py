@@ -93,9 +93,9 @@ async def measure(target: str, seconds: float, name: str) -> list[object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="of each row [60]")
-    parser.add_argument("--step-ms", type=float, default=20, help="the oracle's step time [20]")
-    parser.add_argument("--quick", action="store_true", help="5 seconds of each")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds for each row [60]")
+    parser.add_argument("--step-ms", type=float, default=20, help="milliseconds of a step [20]")
+    parser.add_argument("--quick", action="store_true", help="5 seconds for each row")
     args = parser.parse_args()
     seconds = 5.0 if args.quick else args.seconds
     oracle = [*ORACLE, "--step-time-ms", str(args.step_ms), "--max-model-len", "65536", "--kv-memory", "64MiB"]
@@ -107,7 +107,7 @@ def main() -> int:
         *(f"{STREAMS} streams", "gap p50 ms", "p99", "most", "messages/s"),
         *("step ms", "executor idle", "refused so far", "blocks not back"),
     )
-    print(f"steps of {args.step_ms:g} ms, {seconds:g} s each")
+    print(f"steps of {args.step_ms:g} ms, {seconds:g} s for each row")
     print(table(rows, header, indent="  "))
     return 0
 

@@ -133,8 +133,8 @@ def print_breakdown(backend: CpuBackend, workload: str, num_requests: int) -> No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds per workload [5]")
-    parser.add_argument("--threads", type=int, default=0, help="0: one per core [0]")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each workload [5]")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: one per core [0]")
     parser.add_argument("--workload", choices=(*WORKLOADS, "both"), default="both")
     parser.add_argument("--breakdown", action="store_true", help="also show time per operator")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

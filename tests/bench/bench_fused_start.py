@@ -58,7 +58,7 @@ def timed(what: str, function: Callable[[], T], rounds: int = ROUNDS) -> tuple[T
         began = time.process_time()
         found = function()
         times.append(time.process_time() - began)
-    print(f"{what}: {1e3 * min(times):.1f} ms, the least of {rounds}")
+    print(f"{what}: {1e3 * min(times):.1f} ms, the least of {rounds} rounds")
     return found, min(times)
 
 

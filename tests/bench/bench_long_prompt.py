@@ -183,7 +183,7 @@ async def measure_executor(repeats: int) -> list[tuple[float, int]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=5, help="prompts of each kind; twice as many cold ones [5]")
+    parser.add_argument("--repeats", type=int, default=5, help="prompts of each kind, and twice as many cold ones [5]")
     parser.add_argument("--send", nargs=3, metavar=("TARGET", "SEED", "CALL"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.send:

@@ -43,8 +43,10 @@ def main() -> int:
     """Prints a row for each trace."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, action="append", metavar="CSV", help="Azure trace [both samples]")
-    parser.add_argument("--limit", type=int, default=2000, metavar="N", help="the first N requests of each [2000]")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="measurements of each [15]")
+    parser.add_argument(
+        "--limit", type=int, default=2000, metavar="N", help="only the first N requests of each trace [2000]"
+    )
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="measurements of each trace [15]")
     args = parser.parse_args()
     worst = 0.0
     for path in args.trace or SAMPLES:

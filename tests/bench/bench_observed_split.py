@@ -98,7 +98,7 @@ def main() -> None:
         "--step-time-ms",
         type=lambda text: [float(part) for part in text.split(",")],
         default=[20.0, 10.0, 5.0],
-        help="default: 20,10,5",
+        help="milliseconds of a step (default: 20,10,5)",
     )
     parser.add_argument("--rounds", type=int, default=8, help="turns of each stack, at least 1 (default: 8)")
     args = parser.parse_args()

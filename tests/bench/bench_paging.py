@@ -138,9 +138,13 @@ def main() -> int:
     """Prints the tables, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, action="append", metavar="CSV", help="Azure trace [both samples]")
-    parser.add_argument("--limit", type=int, default=1000, metavar="N", help="the first N requests of each [1000]")
-    parser.add_argument("--contexts", type=int, default=4, metavar="N", help="memory, in full contexts [4]")
-    parser.add_argument("--speed", type=float, default=8.0, metavar="X", help="lengths: arrivals so fast [8]")
+    parser.add_argument(
+        "--limit", type=int, default=1000, metavar="N", help="only the first N requests of each trace [1000]"
+    )
+    parser.add_argument("--contexts", type=int, default=4, metavar="N", help="size of the pool, in full contexts [4]")
+    parser.add_argument(
+        "--speed", type=float, default=8.0, metavar="X", help="how many times as fast requests arrive [8]"
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of tables")
     args = parser.parse_args()
     results: dict[str, list[Cells]] = {}

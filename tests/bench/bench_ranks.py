@@ -251,7 +251,7 @@ def tokens_of(make: Callable[[Path], object], rounds: int, new_tokens: int) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and no 8 ranks")
-    parser.add_argument("--only", default="hand-on,manager,tokens", help="parts, with commas between")
+    parser.add_argument("--only", default="hand-on,manager,tokens", help="parts to measure, separated by commas")
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {' '.join(f'{each:.1f}' for each in os.getloadavg())} before", flush=True)
     parts = {

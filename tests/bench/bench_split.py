@@ -270,10 +270,17 @@ def _numbers(text: str) -> list[float]:
 def main() -> int:
     """Command line; 1 when a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--step-time-ms", type=_numbers, default=[1, 5, 20], help="default: 1,5,20")
-    parser.add_argument("--sequences", type=_numbers, default=[1, 16, 256, 1024], help="default: 1,16,256,1024")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each row's window (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="the rows with bars alone, two seconds each")
+    parser.add_argument(
+        "--step-time-ms", type=_numbers, default=[1, 5, 20], help="milliseconds of a step (default: 1,5,20)"
+    )
+    parser.add_argument(
+        "--sequences",
+        type=_numbers,
+        default=[1, 16, 256, 1024],
+        help="running sequences, 1 to 1024 (default: 1,16,256,1024)",
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds measured for each row (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="only the rows with bars, two seconds each")
     parser.add_argument("--json", action="store_true", help="print rows and messages as JSON")
     args = parser.parse_args()
     if args.quick:

@@ -73,7 +73,7 @@ def turn(stack: Stack, order: Order) -> Turn:
 def main() -> int:
     """Command line; 1 when a bar was missed, or nothing could be measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="of two turns each [9]")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of two turns each [9]")
     args = parser.parse_args()
     executor = ["--backend=oracle", "--model=demo", f"--step-time-ms={STEP_MS:g}", "--kv-memory=128MiB"]
     executor += ["--max-model-len=65536", "--max-sequences=1100"]
@@ -100,7 +100,7 @@ def main() -> int:
             sys.stdout.flush()
             pairs += [(plain, secured)] if whole else []
     if not pairs:
-        print("not measured: no stream had its token in every step, the machine is too busy")
+        print("not measured: in no round did every stream get a token in every step; the machine is too busy")
         return 1
     step = _verdict("a step", pairs, lambda turn: turn.step_us)
     return max(step, _verdict("a message", pairs, lambda turn: turn.message_us))

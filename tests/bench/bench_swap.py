@@ -177,7 +177,7 @@ def report(name: str, backend: CpuBackend, cells: list[Cell]) -> float:
     print(f"  auto is {'within' if mean['auto'] <= BAR else 'NOT within'} {BAR - 1:.0%} of the better way")
     for way in ("always swap", "always recompute"):
         if mean[way] <= max(mean["auto"], BAR):
-            print(f"  {way} would do as well: for this model the bar does not tell auto from it")
+            print(f"  {way} would also pass: for this model the bar does not distinguish it from auto")
     return mean["auto"]
 
 
@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: under a minute")
     parser.add_argument("--rounds", type=int, default=0, help="measured rounds of each cell [9; quick: 3]")
     parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: one per core")
-    parser.add_argument("--json", type=Path, help="also write every cell there")
+    parser.add_argument("--json", type=Path, help="file to write every cell to, as JSON")
     args = parser.parse_args()
     rounds = args.rounds or (3 if args.quick else 9)
     sizes = (16, 256) if args.quick else BLOCK_SIZES

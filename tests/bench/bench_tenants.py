@@ -211,8 +211,8 @@ def row(setup: str, flooders: int, cell: Cell, alone: Cell) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=24, help="of `quiet` in each row [24]")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds at most between requests of `quiet` [0]")
+    parser.add_argument("--requests", type=int, default=24, help="requests of the tenant `quiet` in each row [24]")
+    parser.add_argument("--pause", type=float, default=0.0, help="most seconds between two requests of `quiet` [0]")
     args = parser.parse_args()
     cells = {(setup, flooders): Cell() for setup in SETUPS for flooders in (0, *BARS)}
     with ExitStack() as opened:

@@ -69,7 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller pool and fewer requests: about a minute")
     parser.add_argument("--prefix", type=int, default=512, help="tokens of a prefix [512]")
-    parser.add_argument("--json", type=Path, help="also write the table there")
+    parser.add_argument("--json", type=Path, help="file to write the table to, as JSON")
     args = parser.parse_args()
     held = 4 if args.quick else 8  # prefixes that fit into the device pool
     rounds = 2 if args.quick else 6

@@ -132,7 +132,7 @@ def measure(model: LlamaForCausalLM, stack: Stack, workload: str, args: argparse
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds per workload [5]")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each workload [5]")
     parser.add_argument(
         "--batching-rounds", type=int, default=1, help="rounds of transformers' continuous batching [1]"
     )

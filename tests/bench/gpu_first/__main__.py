@@ -33,15 +33,15 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m gpu_first", description=(__doc__ or "").split("\n")[0])
     which = made.add_mutually_exclusive_group()
     which.add_argument("part", type=int, nargs="?", choices=PARTS, help="1, 2 or 3; all of them without it")
-    which.add_argument("--short", action="store_true", help="the steps of all parts that say most, in one part's time")
-    made.add_argument("--folder", type=Path, default=FOLDER, help="where records, logs and the page go")
-    made.add_argument("--out", type=Path, help="copy page, JSON and records here too (default: $OUT, if set)")
-    made.add_argument("--seconds", type=float, default=PART_SECONDS, help="of a part [%(default).0f]")
-    made.add_argument("--step-seconds", type=float, help="of each step, instead of its own limit")
+    which.add_argument("--short", action="store_true", help="only the most important steps of all parts")
+    made.add_argument("--folder", type=Path, default=FOLDER, help="folder for records, logs and the page")
+    made.add_argument("--out", type=Path, help="folder to copy page, JSON and records to (default: $OUT, if set)")
+    made.add_argument("--seconds", type=float, default=PART_SECONDS, help="seconds for a part [%(default).0f]")
+    made.add_argument("--step-seconds", type=float, help="seconds for each step, instead of its own limit")
     made.add_argument(
         "--only", nargs="+", choices=[step.name for step in STEPS], default=(), metavar="STEP", help="only these steps"
     )
-    made.add_argument("--fresh", action="store_true", help="ignore what passed before")
+    made.add_argument("--fresh", action="store_true", help="run steps again that have passed before")
     return made
 
 

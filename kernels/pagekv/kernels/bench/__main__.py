@@ -28,13 +28,13 @@ NEEDS = "pip install 'pagekv[executor,cuda12]' (or cuda13, as the driver allows)
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m pagekv.kernels.bench", description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to this file")
-    made.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time to take (default: %(default).0f)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="file to write all results to, as JSON")
+    made.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="seconds to take (default: %(default).0f)")
     made.add_argument("--correctness-only", action="store_true", help="check the kernels and stop")
     made.add_argument(
-        "--variant", type=variant, metavar="TYPES", help="only check, and only this: 'bfloat16 d128', say"
+        "--variant", type=variant, metavar="TYPES", help="only check, and only this variant, such as 'bfloat16 d128'"
     )
-    made.add_argument("--lengths", type=length, nargs="+", metavar="N", help="only check, and only contexts so long")
+    made.add_argument("--lengths", type=length, nargs="+", metavar="N", help="only check, and only these contexts")
     return made
 
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     only_check = args.correctness_only or args.variant or args.lengths
     wanted = [Setup(args.variant or BF16, tuple(args.lengths or LENGTHS))] if args.variant or args.lengths else setups()
     if not bench.correctness(wanted):
-        say("error: a kernel computes something wrong on this GPU; nothing was timed")
+        say("error: a kernel computes wrong results on this GPU; nothing was timed")
         return 1
     result = {
         "machine": {**machine.versions(), "python": platform.python_version()},
