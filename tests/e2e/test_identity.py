@@ -126,7 +126,7 @@ def test_the_words_of_a_refusal_say_what_to_do_and_nothing_of_others(protected: 
     with protected.channel() as channel:
         stub = operator_service_pb2_grpc.OperatorServiceStub(channel)
         request = operator_service_pb2.GetStatsRequest()
-        with pytest.raises(grpc.RpcError, match="certificate of CN=nobody is not in the file of identities"):
+        with pytest.raises(grpc.RpcError, match="certificate of CN=nobody is not in the identities file"):
             stub.GetStats(request)
         with pytest.raises(grpc.RpcError, match="needs the role observe; alice has generate"):
             stub.GetStats(request, metadata=bearer(KEYS["alice"]))
@@ -282,7 +282,7 @@ def test_keys_and_certificates_are_rotated_under_load_and_no_stream_breaks(tmp_p
             wait_until(lambda: len(results) >= done + 8)  # noqa: B023  # called here
         # A file that cannot be read changes nothing, and that is told.
         protected.identities.write_text("[keys.alice]\nsha256 = 7\n")
-        wait_until(lambda: "cannot be used; what was read before stays" in protected.stack.manager.tail(400))
+        wait_until(lambda: "cannot be used; the earlier content stays in force" in protected.stack.manager.tail(400))
         done = len(results)
         wait_until(lambda: len(results) >= done + 8)
         stop.set()
@@ -399,7 +399,7 @@ def test_a_start_that_cannot_protect_ends_with_one_line(tmp_path: Path) -> None:
     assert "needs --identities" in refusal(tmp_path, *files, f"--tls-client-ca={authority.ca}")
     identities.chmod(0o600)
     events = [f"--identities={identities}", "--kv-events"]
-    assert "would show the prompts of all" in refusal(tmp_path, *events)
+    assert "would show all prompts" in refusal(tmp_path, *events)
     # Neither of the two alone protects a port that other machines reach.
     for flags in (files, [f"--identities={identities}"]):
         assert "other machines could connect" in refusal(tmp_path, *flags, "--listen=0.0.0.0:0")

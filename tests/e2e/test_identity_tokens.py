@@ -160,7 +160,7 @@ def test_what_lets_in_nobody_changes_nothing_and_learns_nothing(protected: Prote
 
 def allowed() -> set[str]:
     """The words of refusals, which tell nothing but what the caller has shown."""
-    return {*WORDS.values(), "certificate of CN=nobody is not in the file of identities"}
+    return {*WORDS.values(), "certificate of CN=nobody is not in the identities file"}
 
 
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.ACT_FOR])

@@ -185,7 +185,7 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await caller.generate(request_for([9], 4))
                 assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert "6 sequences have ended whose readers have not taken them, at most 6" in str(caught.value)
+                assert "6 sequences have ended that their clients have not read, at most 6" in str(caught.value)
                 await end_one()
                 await caller.stats_when(lambda stats: stats.unread_sequences == 5)
                 calls.append(silent.inference.Generate(requests[0]))

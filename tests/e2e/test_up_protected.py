@@ -96,7 +96,7 @@ def test_text_for_a_key_and_none_without(certificates: Path, tmp_path: Path) -> 
         credentials = StackCertificates(certificates).credentials("client")
         with grpc.secure_channel(up["executor"], credentials) as channel:
             stub = executor_service_pb2_grpc.ExecutorServiceStub(channel)
-            with pytest.raises(grpc.RpcError, match="serves its manager alone"):
+            with pytest.raises(grpc.RpcError, match="serves only its manager"):
                 stub.Attach(executor_service_pb2.AttachRequest(manager_id="rival", take_over=True), timeout=60)
 
 
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_used_any_more_is_told_and_changes_nothing(certifi
     flags = ("--certs", str(certificates), "--identities", str(keys))
     with path.open("w") as said, running_up(*flags, stderr=said) as up:
         keys.chmod(0o644)
-        wait_until(lambda: f"{keys}: must be closed to others" in path.read_text())
+        wait_until(lambda: f"{keys}: must be writable only by its owner" in path.read_text())
         answered = generate(up["target"], "--ca", up["ca"], "--api-key", key)
         assert answered.returncode == 0, answered.stderr
     first, *_ = path.read_text().splitlines()

@@ -122,7 +122,7 @@ class Manager:
             return None
         gate = self._access.gate
         if gate is None:
-            raise CannotProtect("--gateway-listen: there are no identities, so it would serve whoever connects")
+            raise CannotProtect("--gateway-listen: without --identities it would serve whoever connects")
         own = GrpcServer(
             own_listen,
             [GATEWAY_SERVICE],
@@ -314,7 +314,7 @@ class Manager:
                 tokenizer = await self._tokenizer.of_model(model.model_id)
                 if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
                     log.warning(
-                        "the tokenizer knows more ids than the model; text that needs them will be refused",
+                        "the tokenizer has more token ids than the model; text that needs the others is refused",
                         tokenizer=tokenizer.vocab_size,
                         model=model.vocab_size,
                     )
@@ -349,8 +349,8 @@ async def serve(config: ManagerConfig) -> int:
         manager = Manager(config, tokenizer, open_access(config.access))
         return await manager.run(stop)
     except (ModelNotFound, TokenizerError) as error:
-        log.error("cannot start: --tokenizer leads nowhere", reason=error)
-        tell_cannot_start(config.port_file, f"--tokenizer leads nowhere: {error}")
+        log.error("cannot start: --tokenizer cannot be used", reason=error)
+        tell_cannot_start(config.port_file, f"--tokenizer cannot be used: {error}")
     except (OSError, ExtraMissing, CannotProtect, TomlFileError) as error:
         if manager is not None and manager.started:
             log.error("stopped by an error", exc_info=error)

@@ -95,7 +95,7 @@ def test_trying_ends_after_a_while_that_a_message_begins_anew() -> None:
 def test_a_server_that_still_counts_the_broken_call_is_asked_again_when_it_says() -> None:
     now = 0.0
     going = watch(clock=lambda: now)
-    full = errors.Overloaded("max_calls: your tenant has 1 of at most 1, 1 more were asked", 1.0)
+    full = errors.Overloaded("max_calls: your tenant has 1 of at most 1, and asked for 1 more", 1.0)
     going.failed(errors.ConnectionLost("lost"))
     assert going.failed(full) == 1.0
     now = 9.5

@@ -156,7 +156,7 @@ def test_a_tokenizer_that_is_named_must_be_there(tmp_path: Path, make: bool, cap
     assert status == 1
     # `pagekv up` tells this in one line, in the place of the log.
     assert f"cannot start: {read_port_file(tmp_path / 'port')['cannot_start']}" == words
-    assert words.startswith("cannot start: --tokenizer leads nowhere: ")
+    assert words.startswith("cannot start: --tokenizer cannot be used: ")
     assert ("no tokenizer.json: save" if make else "neither a model directory") in words
 
 
@@ -202,6 +202,6 @@ def test_the_log_names_a_tokenizer_that_does_not_fit(tmp_path: Path, caplog: pyt
         await running.until_health(SERVING)
 
     assert run(config(tmp_path), body) == 0
-    record = next(record for record in caplog.records if "more ids than the model" in record.getMessage())
+    record = next(record for record in caplog.records if "more token ids than the model" in record.getMessage())
     assert vars(record)["fields"]["model"] == 300
     assert vars(record)["fields"]["tokenizer"] > 300

@@ -128,7 +128,7 @@ class AuditLog:
             self._waiting.put_nowait(line)
         except queue.Full:
             self._not_taken += 1
-            self._complain("more lines than the disk takes")
+            self._complain("lines come faster than the disk takes them")
 
     def _write_all(self) -> None:
         """The writer's thread."""
@@ -137,7 +137,7 @@ class AuditLog:
                 self._follow()
                 # A single write for each line: with O_APPEND, lines of two processes do not mix.
                 if os.write(self._file, line) < len(line):
-                    raise OSError("no room for a whole line")
+                    raise OSError("no room on the disk for a whole line")
             except OSError as error:
                 self._not_written += 1
                 self._complain(str(error))

@@ -128,7 +128,7 @@ def _by_certificate(identities: Identities, pem: bytes, now: float) -> Identity:
     identity = identities.certificates.get(certificate.subject)
     if identity is None:
         shown = "".join(each if each.isprintable() else "?" for each in certificate.subject[:MAX_SUBJECT_CHARACTERS])
-        words = f"certificate of {shown or 'an empty subject'} is not in the file of identities"
+        words = f"certificate of {shown or 'an empty subject'} is not in the identities file"
         raise UnknownCaller(RefusalReason.UNKNOWN_CERTIFICATE, words)
     # TLS checks the dates only when a connection begins, which may be long ago.
     if not certificate.not_valid_before <= datetime.fromtimestamp(now, UTC) <= certificate.not_valid_after:

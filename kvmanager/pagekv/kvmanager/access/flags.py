@@ -22,7 +22,7 @@ class AccessConfig:
         metavar="FILE",
     )
     executor_cert: str = flag(
-        "certificate to show to the executor (PEM); default: that of --tls-cert",
+        "certificate to present to the executor (PEM); default: that of --tls-cert",
         default="",
         metavar="FILE",
         needs="executor-ca",
@@ -31,8 +31,8 @@ class AccessConfig:
         "private key of --executor-cert, without a passphrase", default="", metavar="FILE", needs="executor-cert"
     )
     identities: str = flag(
-        "callers (TOML): API keys, client certificates and the issuer of tokens, each with what it may do; all "
-        "others are refused; read again when it changes",
+        "identities file (TOML): API keys, client certificates and the issuer of tokens, with the roles of callers; "
+        "all others are refused; read again when it changes",
         default="",
         metavar="FILE",
     )
@@ -53,7 +53,7 @@ class AccessConfig:
         needs="identities",
     )
     tenants: str = flag(
-        "limits of each tenant, and namespaces that several share (TOML); a tenant without an entry is refused, "
+        "tenants file (TOML): limits of each tenant, and shared namespaces; a tenant without an entry is refused, "
         "unless the file has [default]; read again when it changes",
         default="",
         metavar="FILE",
@@ -99,11 +99,13 @@ def check_access(parser: FlagParser, config: AccessConfig, listen: str, events: 
     if config.gateway_listen and not config.identities:
         parser.error("argument --gateway-listen: needs --identities, which says what the gateway may do")
     if config.gateway_listen and not is_local(config.gateway_listen):
-        words = "must be at an address of loopback, or unix:/path, for whoever connects is the gateway, got"
+        words = "must be a loopback address or unix:/path, because whoever connects acts as the gateway, got"
         parser.error(f"argument --gateway-listen: {words} {config.gateway_listen}")
     if config.gateway_listen and _same_place(config.gateway_listen, listen):
-        parser.error(f"argument --gateway-listen: {config.gateway_listen} is where --listen {listen} is: take another")
+        parser.error(
+            f"argument --gateway-listen: {config.gateway_listen} is the address of --listen {listen}: choose another"
+        )
     for name, endpoint in events.items():
         if config.identities and endpoint and not endpoint.startswith("ipc://"):
-            words = "would show the prompts of all to whoever connects, beside --identities: take ipc://PATH"
+            words = "would show all prompts to whoever connects: with --identities use ipc://PATH"
             parser.error(f"argument --{name}: {endpoint} {words}")

@@ -67,7 +67,7 @@ def _peer(context: Any) -> str:
 
 
 class Gate:
-    """Lets in the callers of one file of identities, which is read again when it changes."""
+    """Lets in the callers of one identities file, which is read again when it changes."""
 
     def __init__(self, identities: Path, audit_log: AuditLog | None) -> None:
         """Raises TomlFileError if the file cannot be used."""

@@ -1,4 +1,4 @@
-"""The file of identities: API keys by their digests, client certificates by their subjects, an issuer of tokens, and
+"""The identities file: API keys by their digests, client certificates by their subjects, an issuer of tokens, and
 the identity of callers that come through a gateway.
 
 The file is read as a whole and checked field by field. Errors name the file and the field, and quote no secret.
@@ -88,7 +88,7 @@ def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
             )
         digest = bytes.fromhex(text)
         if digest in keys:
-            raise TomlFileError(f"{field}.sha256: is that of keys.{keys[digest].name}, too; keys must differ")
+            raise TomlFileError(f"{field}.sha256: is also that of keys.{keys[digest].name}; keys must differ")
         keys[digest] = _read_identity(field, name, table)
     return keys
 
@@ -107,7 +107,7 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
             ) from error
         if subject in certificates:
             raise TomlFileError(
-                f"{field}.subject: is that of certificates.{certificates[subject].name}, too; subjects must differ"
+                f"{field}.subject: is also that of certificates.{certificates[subject].name}; subjects must differ"
             )
         certificates[subject] = _read_identity(field, name, table)
     return certificates
@@ -152,7 +152,7 @@ def _read_jwks(text: str, folder: Path) -> Path | str:
         # A URL that may contain a password is not quoted.
         shown = quoted(text) if "@" not in text else "one with a user or password"
         raise TomlFileError(
-            f"jwt.jwks: must be the path of a file or an https URL, or http to an address of loopback, got {shown}"
+            f"jwt.jwks: must be the path of a file or an https URL, or http to a loopback address, got {shown}"
         )
     return text
 
@@ -162,7 +162,7 @@ def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
     roles = _read_roles(field, table.get("roles"))
     tenant = _tenant(f"{field}.tenant", table.get("tenant", name))
     if (Role.ACT_FOR in roles) != ("act_for" in table):
-        words = "must list tenants, for the role act-for" if Role.ACT_FOR in roles else "is for the role act-for alone"
+        words = "must list tenants, for the role act-for" if Role.ACT_FOR in roles else "is only for the role act-for"
         raise TomlFileError(f"{field}.act_for: {words}")
     return Identity(
         name, roles, tenant, _read_act_for(f"{field}.act_for", table["act_for"]) if "act_for" in table else frozenset()

@@ -19,7 +19,7 @@ from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
 MAX_TOKEN_BYTES = 8 * 2**10
 MAX_SUBJECT_CHARACTERS = 128
 MAX_CACHED = 4096
-# Stands before a caller's name from a token; no name in a file of identities has a colon.
+# Stands before a caller's name from a token; no name in an identities file has a colon.
 PREFIX = "jwt:"
 _REQUIRED = ["exp", "iss", "aud", "sub"]
 # Errors of an invalid token: PyJWT's own, and those of conversions that it leaves to Python.

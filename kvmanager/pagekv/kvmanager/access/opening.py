@@ -36,7 +36,7 @@ class Access:
     gate: Gate | None = None
     # The secret for the digests of tenants' blocks; empty on a manager without identities.
     secret: bytes = b""
-    # The file of tenants, if there is one.
+    # The tenants file, if there is one.
     tenants: WatchedFiles | None = None
 
     @property

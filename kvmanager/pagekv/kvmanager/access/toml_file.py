@@ -26,9 +26,9 @@ def read_toml(path: Path, *, secret: bool = False) -> dict[str, Any]:
     try:
         return tomllib.loads(text.decode())
     except UnicodeDecodeError as error:
-        raise TomlFileError(f"must be UTF-8, has another byte at {error.start}") from error
+        raise TomlFileError(f"must be UTF-8, byte {error.start} is not") from error
     except RecursionError as error:
-        raise TomlFileError("must be TOML of few levels") from error
+        raise TomlFileError("must be TOML with fewer nested levels") from error
     except ValueError as error:
         # Not only TOMLDecodeError: Python raises another ValueError for numbers of thousands of digits.
         raise TomlFileError(f"must be TOML: {_one_line(str(error))}") from error
@@ -46,7 +46,7 @@ def _read(path: Path, *, secret: bool) -> bytes:
             mode = stat.S_IMODE(found.st_mode)
             if secret and mode & FORBIDDEN_MODE:
                 raise TomlFileError(
-                    f"must be closed to others, and to its group but for reading (chmod 640 or 600), has {mode:03o}"
+                    f"must be writable only by its owner, and closed to others (chmod 640 or 600), has {mode:03o}"
                 )
             with os.fdopen(file, "rb", closefd=False) as reader:
                 text = reader.read(MAX_FILE_BYTES + 1)

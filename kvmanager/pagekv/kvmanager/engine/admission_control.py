@@ -67,7 +67,7 @@ def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int
         _count_refusal(command, state, "max_unread")
         what = "too many" if tenant.name else unread
         raise Overloaded(
-            f"{what} sequences have ended whose readers have not taken them, at most {config.max_unread}",
+            f"{what} sequences have ended that their clients have not read, at most {config.max_unread}",
             RETRY_DELAY_S,
             config.max_unread,
             "--max-unread",

@@ -86,8 +86,8 @@ class CacheAdmin:
             room = min(room, most) if kept else room
             if needed > most and kept and not tenant:
                 raise LimitExceeded(
-                    f"prompt and output need {needed} blocks; of {self.pool.num_blocks} there are {most} for them, for "
-                    f"the floors of other tenants keep {kept}" + (f" and {pinned} are pinned" if pinned else ""),
+                    f"prompt and output need {needed} blocks; {most} of {self.pool.num_blocks} are left: floors "
+                    f"of other tenants keep {kept}" + (f" and {pinned} are pinned" if pinned else ""),
                     needed_blocks=needed,
                     available_blocks=most,
                     pinned_blocks=pinned,

@@ -168,7 +168,7 @@ class ExecutorLink:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(message)
         except TimeoutError as error:
-            what = f"the executor took in no step for {timeout_s:g} s (--step-timeout-s)"
+            what = f"the executor read no step for {timeout_s:g} s (--step-timeout-s)"
             raise ExecutorLost(what, Fault.STEP) from error
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # The stream is over; the reader task has the reason, or gets it in a moment.

@@ -73,7 +73,7 @@ class PrefixExplainer:
             where = "the host pool" if block is None else f"block {block}"
             reason = f"cached in {where}" if self._numbers else "cached"
             if (index + 1) * size == len(self._tokens):
-                reason += "; a request still computes its last token"
+                reason += "; a request still computes the last token"
             return explanation(
                 outcome=pb.BLOCK_OUTCOME_HIT, reason=reason, block_id=self._number(block), shared_tokens=size
             )

@@ -44,13 +44,13 @@ def check_supported(sampling: SamplingParams, model: EngineInfo) -> None:
     if (sampling.logprobs or 0) > model.max_logprobs:
         raise InvalidRequest(
             "sampling_params.logprobs",
-            f"must be from 0 to {model.max_logprobs}, more the executor does not tell, got {sampling.logprobs}",
+            f"must be from 0 to {model.max_logprobs}, the most of this executor, got {sampling.logprobs}",
         )
     ends = len(sampling.end_ids(model.eos_token_ids))
     # `BeamSearch.num_candidates` of every beam.
     if sampling.beam_width and sampling.beam_width + ends > model.max_logprobs:
         raise InvalidRequest(
             "sampling_params.beam_width",
-            f"must be from 0 to {max(0, model.max_logprobs - ends)} (the executor tells {model.max_logprobs} "
+            f"must be from 0 to {max(0, model.max_logprobs - ends)} (the executor returns {model.max_logprobs} "
             f"log-probabilities, {ends} tokens end a hypothesis), got {sampling.beam_width}",
         )

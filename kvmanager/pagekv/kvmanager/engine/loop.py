@@ -303,7 +303,7 @@ class EngineLoop:
             async with asyncio.timeout(grace_s):
                 await self._live.idle.wait()
         except TimeoutError:
-            log.warning("grace time over, ending calls to be resumed elsewhere", requests=len(self._live))
+            log.warning("grace time is over: calls end, and clients resume them elsewhere", requests=len(self._live))
         for request in self._live.all():
             self._totals.aborted_requests_total += 1
             self._ends.end(request, RequestEnd.ABORTED)

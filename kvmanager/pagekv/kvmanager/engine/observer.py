@@ -76,7 +76,7 @@ def _passed_on(what: str) -> Callable[..., None]:
                 getattr(observer, what)(*told)
             except Exception:
                 log.exception(
-                    "an observer broke and is told nothing any more, serving goes on",
+                    "an observer failed and gets no more events; serving continues",
                     observer=type(observer).__name__,
                     told=what,
                 )

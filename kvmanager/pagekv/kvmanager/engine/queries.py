@@ -65,7 +65,7 @@ class EngineQueries:
         if asked and asked + counted > MAX_ASKED_TOKENS and not within_share:
             # A tenant is told only the number of its own tokens.
             what = f"prompts of {own if tenant else asked} tokens wait to be looked up"
-            raise Overloaded(f"{what}, with this one at most {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
+            raise Overloaded(f"{what}; with this one the limit is {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
         self._asked_tokens[tenant] += counted
         try:
             async with self._long_prompts.turns.of(tenant):

@@ -22,7 +22,7 @@ from pagekv.v1 import types_pb2
 
 # Fields of a request that PageKV does not support: media, and transfer of KV caches between managers.
 _NO_MEDIA = "PageKV takes no media"
-_NO_TRANSFER = "PageKV hands no KV cache from one instance to another"
+_NO_TRANSFER = "PageKV does not transfer KV caches between instances"
 _UNSUPPORTED = {
     "mm_inputs": _NO_MEDIA,
     "extra_mm_inputs": _NO_MEDIA,

@@ -172,7 +172,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     ) -> AsyncIterator[common.GetTokenizerChunk]:
         tokenizer = self._served_model.served().tokenizer
         if tokenizer is None or tokenizer.directory is None:
-            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one", "TOKENIZER")
+            raise FailedPrecondition("this deployment has no tokenizer; name one with --tokenizer", "TOKENIZER")
         async with self._archiving:
             if self._archived is None or self._archived[0] is not tokenizer:
                 archive = await asyncio.to_thread(_zip, tokenizer.directory)

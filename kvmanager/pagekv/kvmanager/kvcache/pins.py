@@ -106,7 +106,7 @@ class Pins:
         self.check_id(pin_id, identity, owner)
         old = self._pins.get((owner, pin_id))
         if old is None and len(self._pins) >= MAX_PINS:
-            words = f"{MAX_PINS} pins are held, which is the most there can be; unpin one"
+            words = f"there are {MAX_PINS} pins, the most possible; unpin one"
             raise LimitExceeded(words, limit=MAX_PINS)
         held = np.array(blocks, np.int32)
         taken = int(np.count_nonzero(self.holders[held] == 0))
@@ -119,7 +119,7 @@ class Pins:
         allowed = int(total * self._max_share)
         if pinned > allowed:
             raise LimitExceeded(
-                f"with this prefix {pinned} blocks would be pinned, at most {allowed} of {total} can be "
+                f"with this prefix {pinned} blocks would be pinned; at most {allowed} of {total} may be "
                 f"(--max-pinned-share {self._max_share:g})",
                 needed_blocks=taken,
                 available_blocks=allowed - self.num_blocks + let_go,

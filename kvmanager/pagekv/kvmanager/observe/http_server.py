@@ -182,12 +182,12 @@ class HttpServer:
         """Raises HTTPForbidden."""
         if not self._answers_to(request):
             raise web.HTTPForbidden(
-                text="not a name of this server: ask by its address, or through localhost, or have the manager started "
-                "with this name in --http-names\n"
+                text="this server does not have that name: use its address or localhost, or start the manager with "
+                "this name in --http-names\n"
             )
         site, mode = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode"))
         if site == "cross-site" and mode != "navigate":
-            raise web.HTTPForbidden(text="a page of another site asked for this\n")
+            raise web.HTTPForbidden(text="refused, because a page of another site sent this request\n")
 
     def _answers_to(self, request: web.Request) -> bool:
         # Decoding such a name would load tables for 50 ms, and no such name is served.

@@ -160,7 +160,7 @@ class PageHub:
     def add_viewer(self) -> Viewer:
         """Adds a viewer; the first one starts the looks. Raises Overloaded if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} pages are open, which is the most there can be", _RETRY_DELAY_S)
+            raise Overloaded(f"{MAX_VIEWERS} pages are open, the most possible; close one", _RETRY_DELAY_S)
         viewer = Viewer(self)
         self._viewers.add(viewer)
         if self._task is None:

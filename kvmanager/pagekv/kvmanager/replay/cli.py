@@ -86,9 +86,9 @@ def make_parser() -> FlagParser:
         type=Path,
         metavar="FILE",
         help="instead of a trace: a recording of pagekv-manager --record-steps; every decision is derived again and "
-        "compared, and nothing else applies but --json",
+        "compared; of the other flags only --json applies",
     )
-    flag("format", "what TRACE is", default="auto", choices=FORMATS)
+    flag("format", "format of TRACE", default="auto", choices=FORMATS)
     flag(
         "mode",
         "timed: requests arrive by timestamp and are batched; cache: prompts one at a time in file order, hits only",
@@ -101,14 +101,15 @@ def make_parser() -> FlagParser:
         ("policy", _listed(_policy), DEFAULT_POLICY, "LIST",
          "slru, lru: the manager's eviction policies; none: without the prefix cache"),
         ("protected-share", number(0, 1), DEFAULT_PROTECTED_SHARE, "SHARE",
-         "share of the pool, 0 to 1, that slru protects at most"),
+         "most of the pool that slru protects, a share from 0 to 1"),
         ("block-size", power_of_two(1, 4096), None, "TOKENS",
-         "tokens in a block [16; in cache mode what a hash id covers]"),
+         "tokens in one block [16; in cache mode --tokens-per-id]"),
         ("tokens-per-id", power_of_two(1, 4096), None, "TOKENS",
-         f"prompt tokens behind one hash id [what the trace says, else {DEFAULT_TOKENS_PER_ID}]"),
-        ("limit", integer(1, 10**9), None, "N", "the first N requests only"),
+         f"prompt tokens for which one hash id stands [as the trace says, else {DEFAULT_TOKENS_PER_ID}]"),
+        ("limit", integer(1, 10**9), None, "N", "replay only the first N requests"),
         ("tenants", integer(2, 1000), None, "N",
-         "timed mode: N tenants, of which the first is quiet, and its waits and hits alone and beside the others"),
+         "timed mode: share the requests out among N tenants, and compare the hits and waits of the first, a quiet "
+         "one, alone and beside the others"),
     )  # fmt: skip  # laid out as a table
     for name, kind, default, metavar, text in flags:
         flag(name, text, default=default, type=kind, metavar=metavar)
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.trace is None) == (args.steps is None):
         parser.error("give either a TRACE or --steps FILE")
     if args.tenants is not None and (args.mode == "cache" or args.plot is not None):
-        parser.error("--tenants: timed mode only, and without --plot")
+        parser.error("--tenants: needs --mode timed, and no --plot")
     try:
         if args.steps is not None:
             _replay_steps(args.steps, args.json)
@@ -161,7 +162,7 @@ def _replay_steps(path: Path, as_json: bool) -> None:
     end = "" if report.complete else "; the recording breaks off in the middle of a record"
     _print(
         f"{report.steps:,} steps for {report.requests:,} requests in {report.epochs:,} epochs, with "
-        f"{report.preemptions:,} preemptions: every decision was derived again, and is the same{end}"
+        f"{report.preemptions:,} preemptions: every decision was derived again and is the same{end}"
     )
 
 

@@ -23,12 +23,20 @@ class StepCost:
     """
 
     # Reading the weights once, and launching the step.
-    step_ms: float = flag("every step that computes anything", default=6.0, type=number(0, 1e6), metavar="MS")
-    prefill_us: float = flag("each prompt token computed", default=40.0, type=number(0, 1e6), metavar="US")
+    step_ms: float = flag(
+        "milliseconds of a step that computes anything", default=6.0, type=number(0, 1e6), metavar="MS"
+    )
+    prefill_us: float = flag(
+        "microseconds for each computed prompt token", default=40.0, type=number(0, 1e6), metavar="US"
+    )
     # A sequence that computes its last known token: sampling, and its row through the layers.
-    decode_us: float = flag("each sequence that decodes", default=20.0, type=number(0, 1e6), metavar="US")
+    decode_us: float = flag(
+        "microseconds for each sequence that decodes", default=20.0, type=number(0, 1e6), metavar="US"
+    )
     # For each position whose keys and values the step reads.
-    kv_read_ns: float = flag("each token of context attended to", default=45.0, type=number(0, 1e6), metavar="NS")
+    kv_read_ns: float = flag(
+        "nanoseconds for each token of context read", default=45.0, type=number(0, 1e6), metavar="NS"
+    )
 
     def seconds(self, prefill_tokens: int, decodes: int, kv_tokens: int) -> float:
         """Duration of a step, in seconds; 0 if it computes nothing."""
@@ -46,13 +54,15 @@ class StepCost:
 class TimedOptions:
     """Options that only timed mode has."""
 
-    speed: float = flag("arrivals come so many times as fast", default=1.0, type=number(1e-6, 1e6), metavar="X")
-    max_batch_tokens: int = flag(
-        "tokens computed in one step at most", default=2048, type=integer(1, 65536), metavar="TOKENS"
+    speed: float = flag(
+        "how many times as fast requests arrive as in the trace", default=1.0, type=number(1e-6, 1e6), metavar="X"
     )
-    max_running: int = flag("sequences in steps at most", default=256, type=integer(1, 65536), metavar="N")
+    max_batch_tokens: int = flag(
+        "most tokens that one step computes", default=2048, type=integer(1, 65536), metavar="TOKENS"
+    )
+    max_running: int = flag("most sequences that run at a time", default=256, type=integer(1, 65536), metavar="N")
     watermark: float = flag(
-        "share of the pool that admission leaves free", default=0.01, type=number(0, 0.5), metavar="SHARE"
+        "share of the pool, 0 to 0.5, that admission leaves free", default=0.01, type=number(0, 0.5), metavar="SHARE"
     )
     pipeline_depth: int = flag("steps planned ahead, 1 or 2", default=2, type=integer(1, 2), metavar="N")
     cost: StepCost = field(

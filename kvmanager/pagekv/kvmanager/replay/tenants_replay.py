@@ -95,7 +95,7 @@ def owners(records: Sequence[TraceRecord], tenants: int) -> list[int]:
         turn = number % period
         found.append(1 if turn == 0 else 2 + (turn - 1) % (tenants - 1))
     if len(set(found)) < tenants:
-        raise TraceError(f"--tenants {tenants}: the trace has too few conversations for so many")
+        raise TraceError(f"--tenants {tenants}: the trace has too few conversations for this number")
     return found
 
 
@@ -212,7 +212,7 @@ def tenants_as_table(tenants: int, rows: Sequence[TenantRow]) -> str:
         ])  # fmt: skip  # one cell a line
     table = head + aligned(lines)
     if any(row.refused for row in rows):
-        table += "\nleft out: requests that need more blocks than there are beside the floor, in every case"
+        table += "\nleft out of every case: requests that need more blocks than the floor leaves"
     return table
 
 

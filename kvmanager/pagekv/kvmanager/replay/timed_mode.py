@@ -150,7 +150,7 @@ class TimedReplay:
                 progress(self._arrived)
         expected = sum(record.output_length for record in self._records)
         if self.executor.generated_tokens != expected:
-            raise InvariantError(f"{self.executor.generated_tokens} of {expected} tokens came, and nothing is planned")
+            raise InvariantError(f"{self.executor.generated_tokens} of {expected} tokens came, and no step is planned")
 
     def _arrive(self) -> None:
         while self._arrived < len(self._records) and self.arrivals[self._arrived] <= self.now_s:

@@ -78,7 +78,7 @@ class Account:
         if most is None or held + more <= most:
             return
         self.usage.refusals[limit] += 1
-        words = f"{limit}: your tenant has {held} of at most {most}, {more} more were asked"
+        words = f"{limit}: your tenant has {held} of at most {most}, and asked for {more} more"
         if retry_delay_s:
             raise Overloaded(words, retry_delay_s, most)
         raise LimitExceeded(words, limit=most)
@@ -88,14 +88,14 @@ class Account:
         if wait_s:
             assert rate is not None
             self.usage.refusals[limit] += 1
-            raise Overloaded(f"{limit}: your tenant may take {rate}, and has taken more", wait_s, rate)
+            raise Overloaded(f"{limit}: your tenant may use {rate}, and has used more", wait_s, rate)
 
 
 class Accounts:
     """The accounts of a manager's tenants, by name. A manager without identities has only NO_TENANT."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: the file of tenants, read again when it changes. Raises TomlFileError if it cannot be used."""
+        """`path`: the tenants file, read again when it changes. Raises TomlFileError if it cannot be used."""
         self._path = path
         self.files = None if path is None else WatchedFiles("tenants", [path], self._reload)
         # The present limits. Only this class changes them.
@@ -168,8 +168,8 @@ class Accounts:
         # In the shared account a named tenant would have the default limits instead of its own.
         if len(self._by_name) + len(new) > MAX_TENANTS:
             raise TomlFileError(
-                f"{self._path}: tenants: {len(new)} are new and {len(self._by_name)} have accounts, which live as long "
-                f"as the manager; there can be {MAX_TENANTS}: start the manager again"
+                f"{self._path}: tenants: {len(new)} are new and {len(self._by_name)} have accounts until the "
+                f"manager ends; there may be {MAX_TENANTS} at most: restart the manager"
             )
         self.file = file
         for name, account in self._by_name.items():

@@ -1,4 +1,4 @@
-"""The file of tenants: limits by name, limits of tenants that are not named, and shared namespaces.
+"""The tenants file: limits by name, limits of tenants that are not named, and shared namespaces.
 
 The file is read as a whole and checked field by field. Errors name the file and the field.
 """
@@ -70,7 +70,7 @@ def read_tenants(path: Path) -> TenantsFile:
             tenants[name] = _limits(f"tenants.{name}", table)
         default = _limits("default", document["default"]) if "default" in document else None
         if default is not None and default.floor_blocks:
-            raise TomlFileError("default.floor_blocks: must be 0, for nobody knows how many tenants there will be")
+            raise TomlFileError("default.floor_blocks: must be 0, because the number of tenants is not known")
         if default is None and not tenants:
             raise TomlFileError("must have one tenant at least: a table [tenants.NAME] or [default]")
         namespaces = {name: _namespace(f"namespaces.{named(name)}", table) for name, table in shared.items()}

@@ -28,13 +28,13 @@ class ServedTokenizer:
         if not self._from_executor:
             return self._named
         if not model_id:
-            log.info("the executor has no model directory: serving token ids only; --tokenizer names a tokenizer")
+            log.info("the executor has no model directory: serving token ids only; name a tokenizer with --tokenizer")
             return None
         try:
             with phase("loading the tokenizer"):
                 return await asyncio.to_thread(load_tokenizer, model_id)
         except (ModelNotFound, TokenizerError) as error:
-            log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
+            log.warning("no tokenizer: serving token ids only; name one with --tokenizer", reason=error)
             return None
 
     def keep(self, tokenizer: Tokenizer | None) -> None:

@@ -30,11 +30,15 @@ class WaitingJobs:
         jobs, own_jobs, most = self._jobs.total(), self._jobs[tenant], self._max_jobs
         if jobs >= most and not (tenant and own_jobs < max(1, self._share(tenant, most))):
             what = f"{own_jobs} texts of your tenant" if tenant else f"{jobs} texts"
-            raise Overloaded(f"{what} wait to be read by the {self._kind}, at most {most} of all", RETRY_DELAY_S, most)
+            raise Overloaded(
+                f"{what} wait to be read by the {self._kind}; the limit for all is {most}", RETRY_DELAY_S, most
+            )
         held, own_held, most = self._bytes.total(), self._bytes[tenant], self._max_bytes
         if held + num_bytes > most and not (tenant and own_held + num_bytes <= self._share(tenant, most)):
             what = f"{own_held} bytes of your tenant" if tenant else f"{held} bytes"
-            what += f" wait to be read by the {self._kind}, with the {num_bytes} of this text at most {most} of all"
+            what += (
+                f" wait to be read by the {self._kind}; with the {num_bytes} of this text the limit for all is {most}"
+            )
             raise Overloaded(what, RETRY_DELAY_S, most)
         self._jobs[tenant] += 1
         self._bytes[tenant] += num_bytes

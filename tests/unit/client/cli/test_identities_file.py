@@ -1,4 +1,4 @@
-"""The file of identities: keys are added to what is there, and never stand in it themselves."""
+"""The identities file: keys are added to what is there, and never stand in it themselves."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_calls_over_a_limit_hide_no_caller_who_is_refused(tmp_path: Path) -> Non
     path, clock = tmp_path / "audit.jsonl", Clock(NOON)
     log = AuditLog(path, clock)
     for _ in range(MAX_LIMITED_A_SECOND + MAX_REFUSALS_A_SECOND):
-        log.limited("alice", "", CALL, "max_calls: your tenant has 2 of at most 2, 1 more were asked")
+        log.limited("alice", "", CALL, "max_calls: your tenant has 2 of at most 2, and asked for 1 more")
     log.refused("", "", CALL, "unknown key")
     clock.now += 1
     log.limited("alice", "", CALL, "max_queue")

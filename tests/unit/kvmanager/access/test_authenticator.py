@@ -113,7 +113,7 @@ def test_a_certificate_is_known_by_its_subject(authenticator: Authenticator) -> 
 
 @pytest.mark.parametrize("subject", ["CN=eve", "CN=prometheus,O=eve", "CN=Prometheus"])
 def test_another_certificate_is_refused_by_its_own_name(authenticator: Authenticator, subject: str) -> None:
-    words = f"certificate of {subject} is not in the file of identities"
+    words = f"certificate of {subject} is not in the identities file"
     assert refusal(authenticator, None, certificate(subject)) == words
 
 

@@ -36,23 +36,23 @@ def test_what_goes_together(config: AccessConfig, events: dict[str, str]) -> Non
         (
             AccessConfig(TLS, identities="i.toml"),
             {"kv-events-replay-endpoint": EVENTS},
-            f"argument --kv-events-replay-endpoint: {EVENTS} would show the prompts of all to whoever connects",
+            f"argument --kv-events-replay-endpoint: {EVENTS} would show all prompts to whoever connects",
         ),
-        (AccessConfig(identities="i.toml"), {"kv-events-endpoint": "tcp://ipc://x"}, "would show the prompts of all"),
+        (AccessConfig(identities="i.toml"), {"kv-events-endpoint": "tcp://ipc://x"}, "would show all prompts"),
         (AccessConfig(gateway_listen="127.0.0.1:1"), {}, "argument --gateway-listen: needs --identities"),
         *(
             (
                 AccessConfig(TLS, identities="i.toml", gateway_listen=address),
                 {},
-                f"argument --gateway-listen: must be at an address of loopback, or unix:/path, for whoever connects is "
-                f"the gateway, got {address}",
+                f"argument --gateway-listen: must be a loopback address or unix:/path, because whoever connects "
+                f"acts as the gateway, got {address}",
             )
             for address in ("0.0.0.0:1", "[::]:1", "gateway.example:1", ":1")
         ),
         (
             AccessConfig(identities="i.toml", gateway_listen="localhost:50051"),
             {},
-            f"argument --gateway-listen: localhost:50051 is where --listen {LISTEN} is: take another",
+            f"argument --gateway-listen: localhost:50051 is the address of --listen {LISTEN}: choose another",
         ),
     ],
 )

@@ -25,9 +25,9 @@ def test_tables_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"\xff", "must be UTF-8, has another byte at 0"),
+        (b"\xff", "must be UTF-8, byte 0 is not"),
         ("a = ", "must be TOML: "),
-        ("a = " + "[" * 100_000, "must be TOML of few levels"),
+        ("a = " + "[" * 100_000, "must be TOML with fewer nested levels"),
         # Refused by Python with an error that is not one of TOML.
         ("a = " + "9" * 5000, "must be TOML: Exceeds the limit"),
         ("#" * (MAX_FILE_BYTES + 1), f"must have at most {MAX_FILE_BYTES} bytes"),
@@ -44,7 +44,7 @@ def test_what_is_no_toml_is_refused(tmp_path: Path, text: str | bytes, words: st
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o610, 0o602, 0o601])
 def test_a_secret_that_others_reach_is_refused(tmp_path: Path, mode: int) -> None:
     path = written(tmp_path, "", mode)
-    with pytest.raises(TomlFileError, match=f"^must be closed to others.* has {mode:03o}$"):
+    with pytest.raises(TomlFileError, match=f"^must be writable only by its owner.* has {mode:03o}$"):
         read_toml(path, secret=True)
     assert read_toml(path) == {}
 

@@ -133,8 +133,8 @@ async def test_pin_and_unpin(engine: FakeEngine, stub: CacheStub) -> None:
     assert await stub.ListPins(pb.ListPinsRequest()) == engine.queries.cache.list_pins()
     assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-60"))).unpinned_tokens == 8
     assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-61"))).unpinned_tokens == 0
-    engine.refusal = LimitExceeded("12 blocks would be pinned, at most 5 of 10")
-    with pytest.raises(grpc.aio.AioRpcError, match="12 blocks would be pinned, at most 5 of 10") as caught:
+    engine.refusal = LimitExceeded("12 blocks would be pinned; at most 5 of 10")
+    with pytest.raises(grpc.aio.AioRpcError, match="12 blocks would be pinned; at most 5 of 10") as caught:
         await stub.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -143,7 +143,7 @@ async def test_pin_and_unpin(engine: FakeEngine, stub: CacheStub) -> None:
 async def test_the_text_of_a_question_is_counted_for_its_tenant(engine: FakeEngine, stub: CacheStub) -> None:
     engine.accounts.of("").set_limits(TenantLimits(tokenized_bytes_per_second=1))
     await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=as_prompt("void")))
-    with pytest.raises(grpc.aio.AioRpcError, match="tokenized_bytes_per_second: your tenant may take 1"):
+    with pytest.raises(grpc.aio.AioRpcError, match="tokenized_bytes_per_second: your tenant may use 1"):
         await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=as_prompt("void")))
     await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=IDS))
     assert len(engine.lookups) == 2

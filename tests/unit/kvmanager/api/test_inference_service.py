@@ -237,7 +237,7 @@ async def test_text_is_counted_for_its_tenant_and_token_ids_are_not(h: Harness) 
     for call in calls:
         code, message, _ = await refusal(call)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert message.startswith("tokenized_bytes_per_second: your tenant may take 1")
+        assert message.startswith("tokenized_bytes_per_second: your tenant may use 1")
     await h.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt([5, 6])))
     assert account.usage.refusals == {"tokenized_bytes_per_second": 2}
 

@@ -182,14 +182,14 @@ def test_a_request_that_floors_leave_no_room_for_is_refused_with_the_reason() ->
     pool.set_tenants({}, {1: 4, 2: 3})
     admin.check_room(3, 0)
     admin.check_room(7, 1)
-    with pytest.raises(LimitExceeded, match="need 4 blocks; of 10 there are 3 for them, for the floors of other") as no:
+    with pytest.raises(LimitExceeded, match="need 4 blocks; 3 of 10 are left: floors of other") as no:
         admin.check_room(4)
     assert (no.value.needed_blocks, no.value.available_blocks) == (4, 3)
     blocks = pool.allocate(5, tenant=1)
     assert blocks is not None
     admin.pins.pin(blocks, 60, 0)
     admin.check_room(2, 0)
-    with pytest.raises(LimitExceeded, match=r"there are 2 for them, .* keep 7 and 5 are pinned"):
+    with pytest.raises(LimitExceeded, match=r"2 of 10 are left: .* keep 7 and 5 are pinned"):
         admin.check_room(3, 0)
     admin.check_room(2, 1)
     with pytest.raises(LimitExceeded) as told:
@@ -240,7 +240,7 @@ async def test_a_tenant_pins_so_many_blocks() -> None:
     account = Account(Tenant("one", 1), TenantLimits(max_pinned_blocks=3))
     admin.pin([1, 2, 3], two, 60, [], "of two", account=Account(Tenant("two", 2)), owner="two")
     admin.pin([1, 2], one, 60, [], "first", account=account, owner="one")
-    with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
+    with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, and asked for 2 more"):
         admin.pin([1, 2], one, 60, [], "second", account=account, owner="one")
     assert admin.pin([1, 2, 3], one, 60, [], "first", account=account, owner="one").pinned_tokens == 3
     assert account.usage.refusals == {"max_pinned_blocks": 1}
@@ -261,7 +261,7 @@ async def test_pins_in_a_shared_namespace_are_those_of_the_tenant_that_made_them
     # None of the other's is counted.
     admin.pin([1, 2], shared, 60, [], "of one", account=one, owner="one")
     # And all of its own.
-    with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
+    with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, and asked for 2 more"):
         admin.pin([1, 2], own, 60, [], "elsewhere", account=one, owner="one")
     admin.pins.end_all()
     admin.close(RuntimeError())

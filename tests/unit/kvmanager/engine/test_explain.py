@@ -82,7 +82,7 @@ def test_numbers_that_others_change_can_be_left_out() -> None:
     assert not any(each.HasField("block_id") or each.HasField("steps_ago") for each in untold)
     reasons = {each.reason for each in untold}
     assert not any("steps" in reason or "block 1" in reason or "block 2" in reason for reason in reasons)
-    assert "cached; a request still computes its last token" in reasons
+    assert "cached; a request still computes the last token" in reasons
     assert any(reason.startswith("a cached block follows the same prefix and shares 1 of 4") for reason in reasons)
 
 
@@ -98,7 +98,7 @@ def test_looking_changes_nothing() -> None:
 def test_a_whole_prompt_that_is_cached_still_computes_a_token() -> None:
     bench = Bench()
     cache(bench.pool, [*range(8)])
-    assert bench.explain([*range(8)]).blocks[1].reason.endswith("; a request still computes its last token")
+    assert bench.explain([*range(8)]).blocks[1].reason.endswith("; a request still computes the last token")
 
 
 def test_golden_alignment() -> None:

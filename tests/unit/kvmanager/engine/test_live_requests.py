@@ -21,7 +21,7 @@ async def test_a_sequence_that_ended_before_the_others_counts_as_unread(engine: 
     engine.finish_sequence(stream, 0)
     engine.finish_sequence(stream, 2)
     assert (engine.statistics.stats().running_sequences, engine.statistics.stats().unread_sequences) == (1, 2)
-    with pytest.raises(Overloaded, match="2 sequences have ended whose readers have not taken them, at most 2"):
+    with pytest.raises(Overloaded, match="2 sequences have ended that their clients have not read, at most 2"):
         engine.submit(command("b", [3]))
     engine.release(stream)
     assert engine.statistics.stats().unread_sequences == 0

@@ -149,7 +149,7 @@ def test_questions_beyond_the_bound_are_refused_and_leave_nothing(monkeypatch: p
         asked = [ask(41), ask(41)]
         await asyncio.sleep(0)
         for count in (19, 1):
-            with pytest.raises(Overloaded, match="of 82 tokens wait to be looked up, with this one at most 100"):
+            with pytest.raises(Overloaded, match="of 82 tokens wait to be looked up; with this one the limit is 100"):
                 await ask(count)
         asked[1].cancel()
         await asyncio.wait(asked)

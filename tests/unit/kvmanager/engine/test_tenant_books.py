@@ -121,17 +121,19 @@ def test_limits_of_a_tenant(tmp_path: Path) -> None:
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(of(accounts, "few", str(at), [1])) for at in range(2)]
-        with pytest.raises(Overloaded, match="max_waiting: your tenant has 2 of at most 2, 1 more were asked") as full:
+        with pytest.raises(
+            Overloaded, match="max_waiting: your tenant has 2 of at most 2, and asked for 1 more"
+        ) as full:
             engine.submit(of(accounts, "few", "more", [1]))
         assert (full.value.retry_delay_s, full.value.limit) == (1, 2)
         slow = engine.submit(of(accounts, "slow", "a", [1] * 10, 6))
         await read(slow)
-        with pytest.raises(Overloaded, match="tokens_per_minute: your tenant may take 12") as caught:
+        with pytest.raises(Overloaded, match="tokens_per_minute: your tenant may use 12") as caught:
             engine.submit(of(accounts, "slow", "b", [1]))
         # Four tokens too many at one in five seconds.
         assert 15 < caught.value.retry_delay_s <= 20.1
         size = engine._state.serving().pool.block_size
-        with pytest.raises(LimitExceeded, match="max_blocks: your tenant has 0 of at most 3, 4 more were asked"):
+        with pytest.raises(LimitExceeded, match="max_blocks: your tenant has 0 of at most 3, and asked for 4 more"):
             engine.submit(of(accounts, "small", "a", [1] * size * 3, 2))
         small = engine.submit(of(accounts, "small", "b", [1] * size, 2))
         for stream in (*streams, small):

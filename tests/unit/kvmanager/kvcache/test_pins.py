@@ -99,7 +99,7 @@ def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
     pool, pins, _ = pool_and_pins(share=0.25)
     first, second = cache(pool, [1] * 12), cache(pool, [2] * 12)
     pins.pin(first, 60, 0)
-    message = r"with this prefix 6 blocks would be pinned, at most 5 of 20 can be \(--max-pinned-share 0.25\)"
+    message = r"with this prefix 6 blocks would be pinned; at most 5 of 20 may be \(--max-pinned-share 0.25\)"
     with pytest.raises(LimitExceeded, match=message) as caught:
         pins.pin(second, 60, 0)
     facts = {"needed_blocks": "3", "available_blocks": "2", "pinned_blocks": "3", "limit": "5"}
@@ -127,7 +127,7 @@ def test_the_number_of_pins_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = cache(pool, [1] * 4)
     for _ in range(3):
         pins.pin(blocks, 60, 0)
-    with pytest.raises(LimitExceeded, match="3 pins are held"):
+    with pytest.raises(LimitExceeded, match="there are 3 pins"):
         pins.pin(blocks, 60, 0)
 
 
@@ -159,7 +159,7 @@ def test_a_renewal_that_fails_leaves_the_pin_as_it_was() -> None:
     first, second = cache(pool, [1] * 8), cache(pool, [2] * 24)
     before = pins.pin(first, 10, 0, "mine")
     clock.now += 5
-    with pytest.raises(LimitExceeded, match="with this prefix 6 blocks would be pinned, at most 5 of 20") as caught:
+    with pytest.raises(LimitExceeded, match="with this prefix 6 blocks would be pinned; at most 5 of 20") as caught:
         pins.pin(second, 10, 0, "mine")
     assert caught.value.metadata == {
         "needed_blocks": "6", "available_blocks": "5", "pinned_blocks": "2", "limit": "5", "flag": "--max-pinned-share"

@@ -158,7 +158,7 @@ async def test_the_stream_begins_with_a_snapshot_and_ends_with_its_reader(site: 
 async def test_one_page_too_many_is_told_so(site: Site) -> None:
     viewers = [site.hub.add_viewer() for _ in range(MAX_VIEWERS)]
     status, answer = await site.get("/api/stream")
-    assert (status, answer["error"]) == (429, "16 pages are open, which is the most there can be")
+    assert (status, answer["error"]) == (429, "16 pages are open, the most possible; close one")
     for viewer in viewers:
         site.hub.remove_viewer(viewer)
 

@@ -168,9 +168,11 @@ def test_a_quiet_tenant_alone_and_beside_others(capsys: pytest.CaptureFixture[st
     assert empty == ""
     assert len(table) == 9
     assert main([AZURE, "--tenants", "60"]) == 1
-    assert capsys.readouterr().err == "pagekv replay: --tenants 60: the trace has too few conversations for so many\n"
+    assert (
+        capsys.readouterr().err == "pagekv replay: --tenants 60: the trace has too few conversations for this number\n"
+    )
     for more in (["--mode", "cache"], ["--plot", "p.svg"]):
         with pytest.raises(SystemExit) as wrong:
             main([*argv, *more])
         assert wrong.value.code == 2
-        assert "--tenants: timed mode only, and without --plot" in capsys.readouterr().err
+        assert "--tenants: needs --mode timed, and no --plot" in capsys.readouterr().err

@@ -114,8 +114,8 @@ def test_no_new_name_where_there_is_no_account_left(tmp_path: Path, monkeypatch:
     with pytest.raises(TomlFileError) as caught:
         reload(accounts, f"{NAMED}[tenants.d]\n[default]\n")
     assert str(caught.value) == (
-        f"{tmp_path / 'tenants.toml'}: tenants: 1 are new and 3 have accounts, which live as long as the manager; "
-        "there can be 3: start the manager again"
+        f"{tmp_path / 'tenants.toml'}: tenants: 1 are new and 3 have accounts until the manager ends; "
+        "there may be 3 at most: restart the manager"
     )
     assert "d" not in accounts.file.tenants
     reload(accounts, f"{NAMED}[tenants.c]\nweight = 9\n[default]\n")
@@ -236,9 +236,9 @@ def test_counts_are_refused_above_their_limit() -> None:
     account.check_count("max_running", 2)
     with pytest.raises(LimitExceeded) as caught:
         account.check_count("max_running", 3)
-    assert str(caught.value) == "max_running: your tenant has 3 of at most 3, 1 more were asked"
+    assert str(caught.value) == "max_running: your tenant has 3 of at most 3, and asked for 1 more"
     assert caught.value.limit == 3
-    with pytest.raises(LimitExceeded, match="has 1 of at most 3, 5 more were asked"):
+    with pytest.raises(LimitExceeded, match="has 1 of at most 3, and asked for 5 more"):
         account.check_count("max_running", 1, 5)
     assert account.usage.refusals == {"max_running": 2}
 
@@ -248,7 +248,7 @@ def test_a_tenant_whose_queue_is_full_is_told_when_to_come_back() -> None:
     account.check_count("max_waiting", 10**9, retry_delay_s=1.0)
     account.set_limits(TenantLimits(max_waiting=2))
     account.check_count("max_waiting", 1, retry_delay_s=1.0)
-    with pytest.raises(Overloaded, match="max_waiting: your tenant has 2 of at most 2, 1 more were asked") as full:
+    with pytest.raises(Overloaded, match="max_waiting: your tenant has 2 of at most 2, and asked for 1 more") as full:
         account.check_count("max_waiting", 2, retry_delay_s=1.5)
     assert (full.value.retry_delay_s, full.value.limit) == (1.5, 2)
     assert account.usage.refusals == {"max_waiting": 1}
@@ -269,10 +269,10 @@ def test_rates_are_refused_while_too_much_was_taken() -> None:
     account.text.take(4000)
     with pytest.raises(Overloaded) as caught:
         account.check_tokens()
-    assert str(caught.value) == "tokens_per_minute: your tenant may take 600, and has taken more"
+    assert str(caught.value) == "tokens_per_minute: your tenant may use 600, and has used more"
     assert caught.value.limit == 600
     assert caught.value.retry_delay_s == pytest.approx(100, abs=2)
-    with pytest.raises(Overloaded, match=r"^tokenized_bytes_per_second: your tenant may take 1000") as caught:
+    with pytest.raises(Overloaded, match=r"^tokenized_bytes_per_second: your tenant may use 1000") as caught:
         account.check_text()
     assert caught.value.retry_delay_s == pytest.approx(4, abs=1)
     assert account.usage.refusals == {"tokens_per_minute": 1, "tokenized_bytes_per_second": 1}

@@ -75,6 +75,6 @@ def test_text_is_counted() -> None:
     limited = asking(tokenized_bytes_per_second=100)
     limited.check_text(150)
     limited.check_text(60)
-    with pytest.raises(Overloaded, match="tokenized_bytes_per_second: your tenant may take 100") as caught:
+    with pytest.raises(Overloaded, match="tokenized_bytes_per_second: your tenant may use 100") as caught:
         limited.check_text(1)
     assert 0 < caught.value.retry_delay_s < 1

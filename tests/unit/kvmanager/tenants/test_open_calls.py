@@ -32,7 +32,7 @@ class Call:
 
 
 class Entrance:
-    """Accounts of a file of tenants, and a gate that lets in everybody as who is named."""
+    """Accounts of a tenants file, and a gate that lets in everybody as who is named."""
 
     def __init__(self, folder: Path, text: str = BOUNDED) -> None:
         (folder / "tenants.toml").write_text(text)
@@ -53,7 +53,7 @@ class Entrance:
 def test_a_call_counts_until_it_ends(tmp_path: Path) -> None:
     entrance = Entrance(tmp_path)
     first, _ = entrance.call("alice"), entrance.call("alice")
-    with pytest.raises(Overloaded, match="max_calls: your tenant has 2 of at most 2, 1 more were asked") as full:
+    with pytest.raises(Overloaded, match="max_calls: your tenant has 2 of at most 2, and asked for 1 more") as full:
         entrance.call("alice")
     assert (full.value.retry_delay_s, full.value.limit) == (1.0, 2)
     # Others are not held up by it.

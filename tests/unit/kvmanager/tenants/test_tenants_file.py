@@ -1,4 +1,4 @@
-"""The file of tenants: its values, and the words for a wrong one."""
+"""The tenants file: its values, and the words for a wrong one."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_wrong_names_of_tenants(tmp_path: Path, name: str) -> None:
 
 
 def test_the_default_has_no_floor(tmp_path: Path) -> None:
-    words = "default.floor_blocks: must be 0, for nobody knows how many tenants there will be"
+    words = "default.floor_blocks: must be 0, because the number of tenants is not known"
     assert refusal(tmp_path, "[default]\nfloor_blocks = 1") == words
     assert read(tmp_path, "[default]\nfloor_blocks = 0").default == TenantLimits()
 
@@ -254,9 +254,9 @@ def test_a_tenant_twice_is_no_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"[tenants.\xff]", "must be UTF-8, has another byte at 9"),
+        (b"[tenants.\xff]", "must be UTF-8, byte 9 is not"),
         ("[tenants.a", "must be TOML: "),
-        ("a = " + "[" * 3000, "must be TOML of few levels"),
+        ("a = " + "[" * 3000, "must be TOML with fewer nested levels"),
         ("[default]\nweight = " + "9" * 5000, "must be TOML: Exceeds the limit"),
         ("[default]\nweight = 0x" + "f" * 9000, "default.weight: must be from 0.001 to 1000, got a number that is too"),
         ("[default]\nmax_running = [0x" + "f" * 9000 + "]", "default.max_running: must be a whole number from 1 to"),

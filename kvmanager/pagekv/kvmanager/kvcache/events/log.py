@@ -155,7 +155,7 @@ class TableLog:
         for a revision that the tables never had.
         """
         if len(self._watches) >= MAX_WATCHES:
-            words = f"{MAX_WATCHES} readers watch the prefix table, which is the most there can be"
+            words = f"{MAX_WATCHES} readers watch the prefix table, the most possible; end one"
             raise LimitExceeded(words, limit=MAX_WATCHES)
         self.step_boundary(self._step)
         if start_revision > self._revision:

@@ -162,7 +162,7 @@ class KvEventPublisher(Observer):
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-                log.debug("a replay was asked for wrongly", frames=[len(frame) for frame in frames])
+                log.debug("a malformed request for a replay was ignored", frames=[len(frame) for frame in frames])
                 continue
             if len(self._replays) == MAX_REPLAYS:
                 continue  # the peer has to ask again

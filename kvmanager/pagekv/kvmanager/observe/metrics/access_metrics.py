@@ -22,20 +22,20 @@ class AccessCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         access = self._access
         if access.tls is not None and access.tls.not_after is not None:
-            text = "When the manager's certificate ends, in seconds since 1970"
+            text = "End of validity of the manager's certificate, in seconds since 1970"
             yield GaugeMetricFamily("pagekv_certificate_end_seconds", text, access.tls.not_after.timestamp())
         if access.files:
-            text = "Changed files that could not be used, while what was read before stayed"
+            text = "Changes of files that could not be used; the earlier content stays in force"
             failures = CounterMetricFamily("pagekv_reload_failures", text, labels=["files"])
             for files in access.files:
                 failures.add_metric([files.what], files.failures)
             yield failures
         if access.gate is not None:
-            refused = CounterMetricFamily("pagekv_refused_calls", "Calls that were refused, by why", labels=["reason"])
+            refused = CounterMetricFamily("pagekv_refused_calls", "Refused calls, by reason", labels=["reason"])
             for reason, count in access.gate.refusals.items():
                 refused.add_metric([reason], count)
             yield refused
-            text = "Attempts to read the key set of tokens that failed, while the one before stayed"
+            text = "Failed attempts to read the key set of tokens; the earlier set stays in force"
             yield CounterMetricFamily("pagekv_key_set_failures", text, access.gate.authenticator.refresh_failures)
             if access.gate.audit_log is not None:
                 text = "Lines of the audit log that could not be written"

@@ -20,10 +20,10 @@ MAX_UNNAMED = 100
 
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens of admitted requests"),
-    ("cached_tokens", "Of those, found in the prefix cache"),
+    ("cached_tokens", "Prompt tokens of admitted requests found in the prefix cache"),
     ("output_tokens", "Tokens generated"),
     ("requests", "Requests accepted"),
-    ("block_seconds", "Blocks, held or cached, times the seconds for which they were the tenant's"),
+    ("block_seconds", "The tenant's blocks, held or cached, summed over seconds"),
 )
 
 

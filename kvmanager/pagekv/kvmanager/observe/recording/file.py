@@ -73,7 +73,7 @@ class RecordingFile:
         if not self.over:
             self.over = True
             self._records.put(None)
-            log.error("recording ended, serving goes on", what=self._what, file=self.path, reason=reason)
+            log.error("recording ended; serving continues", what=self._what, file=self.path, reason=reason)
 
     def _work(self) -> None:
         try:

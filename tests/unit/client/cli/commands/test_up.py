@@ -239,7 +239,7 @@ def identities_of_keys(folder: Path) -> Path:
 def test_processes_have_the_certificates_of_a_directory(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A port asks for certificates where the file of identities has some; variables for other processes yield."""
+    """A port asks for certificates where the identities file has some; variables for other processes yield."""
     monkeypatch.setenv("PAGEKV_TLS_CERT", "of-others.pem")
     ours = made("--certs", str(certificates))
     assert f"--identities={certificates}/identities.toml" in ours.manager_args

@@ -66,7 +66,7 @@ def test_a_full_disk_ends_the_recording_with_one_line(caplog: pytest.LogCaptureF
     for _ in range(100):
         file.write(b"x" * 100, 100)
     file.close()
-    assert errors(caplog) == ["recording ended, serving goes on"]
+    assert errors(caplog) == ["recording ended; serving continues"]
 
 
 def test_a_record_that_cannot_be_made_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,7 +76,7 @@ def test_a_record_that_cannot_be_made_ends_the_recording(tmp_path: Path, caplog:
     wait_until(lambda: file.over)
     file.close()
     assert (tmp_path / "a").read_bytes() == b"x"
-    assert errors(caplog) == ["recording ended, serving goes on"]
+    assert errors(caplog) == ["recording ended; serving continues"]
 
 
 def test_a_disk_that_fills_up_leaves_whole_records(
@@ -98,7 +98,7 @@ def test_a_disk_that_fills_up_leaves_whole_records(
     wait_until(lambda: file.over)
     file.close()
     assert (tmp_path / "a").read_bytes() == (b"x" * 99 + b"\n") * 10
-    assert errors(caplog) == ["recording ended, serving goes on"]
+    assert errors(caplog) == ["recording ended; serving continues"]
 
 
 def test_a_disk_that_cannot_keep_up_ends_the_recording(
@@ -112,6 +112,6 @@ def test_a_disk_that_cannot_keep_up_ends_the_recording(
     for _ in range(500):
         file.write(b"x" * 1000, 1000)
     assert file.over
-    assert errors(caplog) == ["recording ended, serving goes on"]
+    assert errors(caplog) == ["recording ended; serving continues"]
     threading.Timer(0.05, os.close, [reader]).start()
     file.close()
