@@ -125,4 +125,4 @@ def test_a_file_that_cannot_be_used_any_more_is_told_and_changes_nothing(certifi
         assert answered.returncode == 0, answered.stderr
     first, *_ = path.read_text().splitlines()
     assert first.startswith("manager  | ")
-    assert "what was read before stays" in first
+    assert "the earlier content stays in force" in first
