@@ -18,7 +18,7 @@ __device__ __forceinline__ float sum_of_squares(const Element* row, i32 chunks) 
     }
     __shared__ float sums[kWarps];
 #pragma unroll
-    for (i32 lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    for (i32 lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(kFullWarp, sum, lane);
     __syncthreads();  // an earlier sum has been read
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();

@@ -97,31 +97,7 @@ struct Logits {
 
 // ---- pool addresses ----
 
-// Key and value rows of one KV head in one layer.
-struct PagedRows {
-    const u8* keys;     // key row of slot 0 of block 0
-    i64 values;         // bytes from a slot's key row to its value row
-    i64 block_bytes;    // from a slot to the same slot of the next block
-    i32 token_bytes;    // from a slot to the next one of its block
-    i32 block_size_log2;
-
-    template <class Params>
-    __device__ __forceinline__ static PagedRows of(const Params& p, i32 kv_head) {
-        PagedRows rows;
-        rows.keys = (const u8*)p.pool + (i64)p.layer * 2 * p.kv_stride * KV_ELEMENT_BYTES + (i64)kv_head * KV_ROW_BYTES;
-        rows.values = p.kv_stride * KV_ELEMENT_BYTES;
-        rows.block_bytes = p.block_stride * KV_ELEMENT_BYTES;
-        rows.token_bytes = p.num_kv_heads * KV_ROW_BYTES;
-        rows.block_size_log2 = p.block_size_log2;
-        return rows;
-    }
-
-    // Bytes from `keys` to block `id`.
-    __device__ __forceinline__ i64 block_offset(i32 id) const { return (i64)id * block_bytes; }
-
-    __device__ __forceinline__ i32 logical_block(i32 position) const { return position >> block_size_log2; }
-
-    __device__ __forceinline__ i64 slot_offset(i32 position) const {
-        return (i64)(position & ((1 << block_size_log2) - 1)) * token_bytes;
-    }
-};
+// Address of a KV head's key in slot 0 of block 0, in the layer of the parameters.
+template <class Params> __device__ __forceinline__ const u8* first_slot(const Params& p, i32 kv_head) {
+    return (const u8*)p.pool + (i64)p.layer * 2 * p.kv_stride * KV_ELEMENT_BYTES + (i64)kv_head * KV_ROW_BYTES;
+}

@@ -77,7 +77,7 @@ struct Rotation {
 
 // Divides fp8 by its scale; other types ignore it.
 __device__ __forceinline__ void store_chunk(KvElement* head, i32 chunk, const float (&values)[kChunk], float scale) {
-    const float factor = IsSame<KvElement, e4m3>::value ? 1.0f / scale : 1.0f;
+    const float factor = PAGEKV_KV_DTYPE == 3 ? 1.0f / scale : 1.0f;
     KvChunk stored;
 #pragma unroll
     for (i32 i = 0; i < kChunk; ++i) stored.element[i] = from_float<KvElement>(values[i] * factor);

@@ -16,7 +16,7 @@ __device__ __forceinline__ float sum_of_squares(const Element* first, i32 chunks
     }
     __shared__ float sums[kThreads / 32];
 #pragma unroll
-    for (i32 lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    for (i32 lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(kFullWarp, sum, lane);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();  // every warp has summed, and read what it will change
     float total = 0.0f;

@@ -31,7 +31,6 @@
 // sequence) is replaced: it reads keys and values once for each query head and leaves most of a GPU idle when there are
 // fewer sequences than SMs.
 constexpr bool WIDE = false;
-#include "types.cuh"
 #if PAGEKV_DTYPE == 0
 #include "decode_fma.cuh"
 #else

@@ -61,7 +61,7 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
     // The thread block's first work; its record is there after a barrier, and (WIDE) its members at once. False: it has none.
     __device__ __forceinline__ bool begin(Work& work) const {
         Launch all;
-        all.keys = (u64)PagedRows::of(p, 0).keys;
+        all.keys = (u64)first_slot(p, 0);
         all.group = p.num_heads / p.num_kv_heads;
         all.head_groups = (all.group + BLOCK_ROWS - 1) / BLOCK_ROWS;
         const i32 heads_of_item = p.num_kv_heads * all.head_groups;

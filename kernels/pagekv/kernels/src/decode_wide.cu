@@ -13,7 +13,6 @@
 // Batch invariance. A row's warps do the instructions that they would do in decode.cu; rows of a matrix product do not
 // touch each other. Keys that a window hides from one member alone have weight 0 there, an exact no-op for finite values.
 constexpr bool WIDE = true;
-#include "types.cuh"
 #if PAGEKV_DTYPE == 0
 #include "decode_fma.cuh"
 #else

@@ -34,6 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     PAGEKV_DYNAMIC_SHARED(shared);
     i32 sequence;
     const QueryRows rows = QueryRows::of(p, sequence);
+    // Every item has rows, and rows.head / rows.group is the KV head. Without this comparison, or with the KV head in one
+    // variable, the compiler of CUDA 12 spills for sm_120.
     if (sequence < 0 || rows.count <= 0) return;
 
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, kv_scale(p, 0, (i32)blockIdx.x % p.num_kv_heads) * STORED_SCALE);
@@ -48,10 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     i32* const positions = (i32*)(shared + POSITIONS);
     put_position<TILE_ROWS, WARP_ROWS>(rows, positions);
     if (threadIdx.x == 0) {
-        const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
-        const i32* const block_table = p.block_tables + (i64)sequence * p.table_stride;
-        *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale,
-                                   kv_scale(p, 1, rows.head / rows.group) * STORED_SCALE};
+        *(Keys*)(shared + KEYS) = {(i64)first_slot(p, rows.head / rows.group), p.block_tables + (i64)sequence * p.table_stride,
+                                   first_key, end_key, logits.scale, kv_scale(p, 1, rows.head / rows.group) * STORED_SCALE};
     }
     __syncthreads();
     load_queries(rows, positions, p.query, p.query_stride, shared);  // in one group with the first half

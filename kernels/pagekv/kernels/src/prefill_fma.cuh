@@ -5,8 +5,6 @@
 #pragma once
 #include "prefill_tile.cuh"
 
-struct alignas(16) Floats4 { float x, y, z, w; };
-
 struct WarpRows {
     static_assert(!FP32 || TILE_KEYS == 32, "a key for each lane");
     static constexpr int DIMS = (HEAD_SIZE + 31) / 32;  // of a lane
@@ -43,13 +41,13 @@ struct WarpRows {
         float score[WARP_ROWS];
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) score[i] = 0.0f;
-        const Floats4* const key = (const Floats4*)(keys + lane() * ROW_STRIDE);
+        const float4* const key = (const float4*)(keys + lane() * ROW_STRIDE);
 #pragma unroll 4
         for (int k = 0; k < HEAD_SIZE / 4; ++k) {
-            const Floats4 b = key[k];
+            const float4 b = key[k];
 #pragma unroll
             for (int i = 0; i < WARP_ROWS; ++i) {
-                const Floats4 a = ((const Floats4*)(queries + i * ROW_STRIDE))[k];
+                const float4 a = ((const float4*)(queries + i * ROW_STRIDE))[k];
                 score[i] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score[i]))));
             }
         }
@@ -87,7 +85,7 @@ struct WarpRows {
                 }
 #pragma unroll
             for (int i = 0; i < WARP_ROWS; ++i) {
-                const Floats4 a = *(const Floats4*)(weights + i * TILE_KEYS + k);
+                const float4 a = *(const float4*)(weights + i * TILE_KEYS + k);
 #pragma unroll
                 for (int n = 0; n < DIMS; ++n) {
                     const float later = fmaf(a.z, b[2][n], fmaf(a.w, b[3][n], out[i][n]));

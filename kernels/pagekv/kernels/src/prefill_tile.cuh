@@ -96,7 +96,6 @@ struct KeyStream {
 
     // Puts the addresses of the first two tiles, once `keys` is known to all threads. A barrier must follow.
     __device__ __forceinline__ void start(i32 first_tile) {
-        slot = 0;
         if ((i32)threadIdx.x >= TILE_KEYS) return;
         for (i32 tile = first_tile; tile < first_tile + 2; ++tile) put_address(tile, block_of_thread(tile));
         next_block = block_of_thread(first_tile + 2);

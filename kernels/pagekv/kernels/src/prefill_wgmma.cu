@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pagekv_prefill_wgmma(co
     PAGEKV_SWIZZLED_SHARED(shared);
     i32 sequence;
     const QueryRows rows = QueryRows::of(p, sequence);
-    if (sequence < 0 || rows.count <= 0) return;
+    if (sequence < 0) return;
 
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, 1.0f);
     i32 first_key = logits.first_visible(rows.position(0)), end_key = rows.position(rows.count - 1) + 1;
@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pagekv_prefill_wgmma(co
         end_key = min(end_key, split.end_key());
     }
     const i32 first_tile = first_key / TILE_KEYS, end_tile = (end_key + TILE_KEYS - 1) / TILE_KEYS;
-    const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
-    const Keys keys = {(i64)paged.keys, p.block_tables + (i64)sequence * p.table_stride, first_key, end_key, logits.scale, 1.0f};
+    const i32* const table = p.block_tables + (i64)sequence * p.table_stride;
+    const Keys keys = {(i64)first_slot(p, (i32)blockIdx.x % p.num_kv_heads), table, first_key, end_key, logits.scale, 1.0f};
     Barriers& barriers = *(Barriers*)(shared + BARRIERS);
     put_position<TILE_ROWS, GROUP_ROWS>(rows, (i32*)(shared + POSITIONS));
     if (threadIdx.x == 0) barriers.start();

@@ -21,9 +21,6 @@ typedef ElementOf<PAGEKV_DTYPE>::type Element;       // queries, new keys and va
 typedef ElementOf<PAGEKV_KV_DTYPE>::type KvElement;  // the block pool
 #endif
 
-template <typename A, typename B> struct IsSame { static constexpr bool value = false; };
-template <typename A> struct IsSame<A, A> { static constexpr bool value = true; };
-
 struct alignas(16) Bytes16 { u32 word[4]; };  // the operand of one vector load or store
 struct alignas(8) Bytes8 { u32 word[2]; };
 
