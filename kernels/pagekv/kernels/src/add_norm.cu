@@ -1,7 +1,7 @@
 // Add and RMSNorm: stream += factor * norm(added), then out = norm(stream); every part may be missing.
 //
-// One thread block a row. A thread has the same elements in each pass, so what one pass writes is read back by the thread that
-// wrote it. Sums are float, in an order that follows from the row's size alone: a row's result does not depend on the batch.
+// A thread block has one row. A thread has the same elements in each pass, so it reads back only what it wrote itself. Sums
+// are float, in an order that follows from the row's size alone: a row's result does not depend on the batch.
 #include "row_params.cuh"
 
 constexpr i32 kChunk = 16 / sizeof(Element);  // elements

@@ -1,5 +1,4 @@
-// Parts that decode and prefill share: softmax in base 2, features of the logits, and the way from a token to its pool
-// memory.
+// Parts that decode and prefill share: softmax in base 2, features of the logits, and where keys lie in the pool.
 //
 // Softmax. A partial result over some keys is (maximum, sum, out): the largest logit, the sum of 2^(logit - maximum), and
 // the sum of 2^(logit - maximum) * value. Logits are kept in base 2 (multiplied by log2 e), because the hardware's
@@ -10,8 +9,8 @@
 // -inf. Masks come last, so nothing that a masked slot holds reaches the result.
 //
 // Pool. [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]. A token's key row of one KV head is head_size
-// neighbouring elements; the rows of its other KV heads follow. Slots at and past the context length were never written
-// and may hold NaN. Such slots are never read: their rows in shared memory are zeros.
+// neighbouring elements; the rows of its other KV heads follow. Slots at and past the context length hold no token of the
+// sequence, and maybe NaN. Such slots are never read: their rows in shared memory are zeros.
 //
 // Shared memory. A tile is TILE token rows, KV_ROW_STRIDE bytes apart: the row rounded up to an odd number of 16-byte
 // chunks, so that eight consecutive rows lie in different banks and neither ldmatrix nor a column of loads has conflicts.
@@ -63,7 +62,7 @@ __device__ __forceinline__ float normaliser(const Softmax& state, const float* s
 // ---- logits ----
 
 struct Logits {
-    float scale;       // softmax scale; times log2 e where nothing stands between it and the exponential
+    float scale;       // softmax scale; without PAGEKV_FEATURES times log2 e
     float soft_cap;    // 0: none
     i32 window;        // 0: none
 

@@ -1,5 +1,5 @@
-// Cache write: keys and values of a step's new tokens into their slots (block, offset), for one layer; norms over each head for
-// itself.
+// Cache write: keys and values of a step's new tokens into their slots (block, offset), for one layer. A norm is over one
+// head.
 constexpr bool TOGETHER = false;
 #include "cache_write.cuh"
 

@@ -3,8 +3,8 @@
 // A thread has 16 bytes (a chunk) of a head: of a query, which changes in place, or of a key and its value. A thread block has
 // a few whole heads of one token at a time.
 //
-// With `norm_weight`, queries and keys are normed first and rounded as if that were stored. With `rope`, both are rotated, in
-// float; a rotated key is rounded once, to the pool's type. fp8: stored = value / scale, to nearest, saturated at +-448.
+// With `norm_weight`, queries and keys are normed first and rounded to Element. With `rope`, both are rotated, in float; a
+// rotated key is rounded once, to the pool's type. fp8: stored = value / scale, to nearest, saturated at +-448.
 #pragma once
 #include "params.cuh"
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ float sum_of_squares(const float (&values)[kChunk], f
     return sum;
 }
 
-// The heads of a token that the grid has, queries first, if they change.
+// The heads of a token that are written: queries, if they change, then keys and values.
 struct Heads {
     i32 num_queries;
     i32 end;
@@ -100,7 +100,7 @@ struct Heads {
         return {num_queries, num_queries + p.num_kv_heads};
     }
 
-    // Keys are read alone.
+    // A key is only read.
     __device__ __forceinline__ Element* at(const CacheWriteParams& p, i32 token, i32 head) const {
         return head < num_queries
             ? static_cast<Element*>(p.query) + token * p.query_stride + head * kHeadSize
@@ -108,8 +108,8 @@ struct Heads {
     }
 };
 
-// Writes heads [begin, begin + kHeads) of a token, as far as they are before `end`. `squares`: their sum over `size` elements
-// that have one norm, if TOGETHER. Every thread of the thread block calls it.
+// Writes heads [begin, begin + kHeads) of a token, as far as they are before `end`. `squares`: if TOGETHER, the sum of squares
+// of the `size` elements that share a norm. Every thread of the thread block calls it.
 __device__ __forceinline__ void write_heads(
     const CacheWriteParams& p, const Heads heads, i32 slot, i32 begin, i32 end, float squares, i32 size
 ) {

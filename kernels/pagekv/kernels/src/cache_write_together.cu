@@ -1,8 +1,8 @@
 // The cache write of models that have one norm over all queries of a token, and one over all keys.
 //
-// A thread block has all queries of a token, or all its keys and values: queries change in place, and all are read before one
-// changes. What it reads twice is at most some 16 KiB. The norm of a token does not depend on the batch: its sum is float, in an
-// order that follows from the number of heads alone.
+// A thread block has all queries of a token, or all its keys and values, because queries change in place and all must be
+// summed before one changes. It reads at most some 16 KiB twice. The norm of a token does not depend on the batch: its sum
+// is float, in an order that follows from the number of heads alone.
 // Grid: [T, 2].
 constexpr bool TOGETHER = true;
 #include "cache_write.cuh"

@@ -9,8 +9,9 @@
 //
 // Shapes: params.cuh. Any group size (query heads a KV head), block sizes of powers of two, any strides between rows.
 // Work: one (row, split, KV head); a split is 256 keys, more of long rows (decode_plan.py). All query heads of the KV head are
-// in one thread block, so that keys and values are read once. Groups of more than BLOCK_ROWS heads, and splits that several
-// rows share, are the work of decode_wide.cu (f32: several neighbouring blocks, which find the keys in L2).
+// in one thread block, so that keys and values are read once. Splits that several rows share, and
+// groups of more than BLOCK_ROWS heads, are the work of decode_wide.cu; with f32 such a group takes several neighbouring
+// thread blocks instead, which find the keys in L2.
 // Grid: as many thread blocks as run at a time, or one for each (item, KV head) where these are fewer. Work is dealt as
 // blocks ask for it, KV head fastest, because the KV heads of a token are neighbours in memory and should be read at the
 // same time. Any grid size serves any amount of work, and how much there is stands in memory, so that captured graphs need no

@@ -1,5 +1,5 @@
-// Common parts of both forms of the decode kernel: constants, shared memory, the work item, and where results go. The
-// kernel is decode.cu; the head of that file says how the work is laid out.
+// Common parts of both decode kernels (decode.cu, decode_wide.cu) and of their two forms (decode_mma.cuh, decode_fma.cuh):
+// sizes, shared memory, the work item, and where results go. The head of decode.cu says how the work is laid out.
 #pragma once
 #include "attention.cuh"
 #include "partials.cuh"
@@ -12,7 +12,7 @@ constexpr int TILE_BYTES = TILE * KV_ROW_STRIDE;
 // instructions and have half the bytes.
 constexpr bool FOUR_BLOCKS = !WIDE && FP8_KV && HEAD_SIZE <= 128;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-constexpr bool SMALL_SM = true;  // 100 KB of shared memory: half as many fit, so registers need no sparing
+constexpr bool SMALL_SM = true;  // 100 KB of shared memory: half as many thread blocks fit, so a thread may have more registers
 #else
 constexpr bool SMALL_SM = false;
 #endif
@@ -24,7 +24,7 @@ constexpr int SEGMENT_TILES = SEGMENT / TILE;
 static_assert(STAGES >= 2 && SEGMENT % TILE == 0, "one tile in flight while one is used");
 static_assert(STAGES <= SEGMENT_TILES, "tiles on their way are of two segments at most");
 
-// A row of the batch that has a part in the work.
+// A row of the batch, among those that a work item computes.
 struct alignas(16) Member {
     i32 row;       // of query and out
     i32 sequence;  // not read
@@ -32,7 +32,7 @@ struct alignas(16) Member {
     i32 context;   // visible keys
 };
 
-// The words of a work item, as the thread block keeps them: of the item at hand and of the next one.
+// A work item as a thread block keeps it in shared memory: one record for the item at hand, one for the next.
 struct alignas(16) Record {
     i32 item[4];    // DecodeParams::items
     i32 context;    // DecodeParams::item_contexts
@@ -41,17 +41,17 @@ struct alignas(16) Record {
     i32 following;  // index of the thread block's work after this one; from Launch::all_work on: none
 };
 
-// What all work of a launch has in common.
+// The part that all work of a launch has in common.
 struct alignas(16) Launch {
     u64 keys;         // address of the key row of KV head 0 in slot 0 of block 0
-    i32 all_work;     // (item, KV head, head group) triples
+    i32 all_work;     // number of (item, KV head, head group) triples
     i32 group;        // query heads of a KV head
     i32 head_groups;  // parts of a KV head's query heads, where these are more than a thread block has rows
     u32 block_rows;   // rows of keys or values from a block of the pool to the next
 };
 
 // Dynamic shared memory: block ids of two segments, two records, the launch, a flag for each member, members of
-// both records (WIDE), the ring of tiles (keys, values), then memory of each form.
+// both records (WIDE), the ring of tiles (keys, values), then what each form adds.
 constexpr int MOST_MEMBERS = WIDE ? 64 : 0;
 constexpr int RECORDS = 2 * SEGMENT * 4;
 constexpr int LAUNCH = RECORDS + 2 * sizeof(Record);
@@ -60,7 +60,7 @@ constexpr int MEMBERS = MERGED_FLAGS + (WIDE ? MOST_MEMBERS * 4 : 16);
 constexpr int RING = MEMBERS + 2 * MOST_MEMBERS * sizeof(Member);
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 
-// One split, for the query heads of one KV head: of one row, or (WIDE) of a run of members that share its blocks.
+// One split of keys and the query heads of one KV head, for one row or (WIDE) for members whose blocks there are the same.
 struct Work {
     i32 split;       // in units of its own length, from position 0
     i32 split_log2;  // of its length in keys
@@ -74,7 +74,7 @@ struct Work {
     Member own;           // the only member; WIDE: the item's words
     const Member* table;  // WIDE: the members, in shared memory
 
-    // `rows`: of a thread block.
+    // `rows`: the most that a thread block has.
     __device__ __forceinline__ static Work of(const Launch& launch, const Record& record, const Member* table, i32 rows) {
         Work work;
         work.sequence = record.item[1];
@@ -113,7 +113,7 @@ struct Work {
 struct Visible {
     i32 first, last;
 
-    // By rows with `shortest` to `longest` keys: all that any of them sees.
+    // The keys that any row sees, among rows whose contexts have `shortest` to `longest` keys.
     __device__ __forceinline__ static Visible of(const Logits& logits, const Work& work, i32 shortest, i32 longest) {
         const i32 begin = work.first_key(), end = work.end_key();
         Visible seen;
@@ -130,7 +130,7 @@ struct Span {
 
     __device__ __forceinline__ static Span of(const Logits& logits, const Work& work) {
         i32 shortest = work.member(0).context, longest = shortest;
-        // Splits of several members are whole, so that only a window makes a difference between them.
+        // A split of several members is whole for each, so only a window makes a difference between them.
         for (i32 i = 1; PAGEKV_FEATURES && i < work.members; ++i) {
             shortest = min(shortest, work.member(i).context);
             longest = max(longest, work.member(i).context);
@@ -141,14 +141,14 @@ struct Span {
         span.last = seen.last;
         span.first_tile = span.first / TILE;
         span.last_tile = (span.last + TILE - 1) / TILE;
-        // A longer split is walked from the beginning of a segment, so that the next segment can be looked up on the way. A WIDE
-        // item's first segment must be known before its members are.
+        // A longer split is walked from the beginning of a segment, so that the next segment can be looked up on the way. WIDE:
+        // of its first segment, because block ids are looked up before the members are known.
         if (!work.one_segment() && span.first < span.last)
             span.first_tile = WIDE ? work.first_key() / TILE : span.first_tile / SEGMENT_TILES * SEGMENT_TILES;
         return span;
     }
 
-    // What the thread block's row `row` sees.
+    // The keys that row `row` of the thread block sees.
     __device__ __forceinline__ Visible of_row(const Logits& logits, const Work& work, i32 row) const {
         // Members' splits are whole, so without a window all see the same; rows that do not exist are never stored.
         if constexpr (!WIDE || !PAGEKV_FEATURES) return {first, last};
@@ -174,9 +174,9 @@ __device__ __forceinline__ void store_result(const DecodeParams& p, const Work& 
 
 constexpr u32 MERGED_HERE = 1;
 
-// After all of a block's store_result: the block that finishes a row's last split merges the row's partial results, so
-// that no second kernel has to start. The choice of the block changes no bit (partials.cuh). Counters are left at zero for
-// the next layer. `flags`: shared, a word for each member.
+// Called after all `store_result` of a thread block. The thread block that finishes a row's last split merges the row's
+// partial results, so no second kernel has to start. It changes no bit which thread block that is (partials.cuh). Counters
+// are left at zero for the next layer. `flags`: in shared memory, a word for each member.
 template <int THREADS>
 __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Work& work, u32* flags) {
     if (p.merge_counters == nullptr || (!WIDE && work.own.merge < 0)) return;

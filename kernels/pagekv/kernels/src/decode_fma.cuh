@@ -1,8 +1,9 @@
 // Decode with multiply-adds: f32 queries over f32 keys and values.
 //
-// A warp has whole query rows, warp, warp + 4, ... of the thread block's 16. Scores: a lane has a token and walks over
-// its dims, and one load of keys serves the warp's rows. Values: a lane has four dims (eight at head size 256) and walks
-// over the tokens; their weights are in shared memory. Behind the ring lie queries [16][HEAD_SIZE] and weights [16][TILE].
+// A warp has whole query rows: rows warp, warp + 4, ... of the thread block's 16. Scores: a lane has one token of the tile
+// (two at head size 64) and walks over its dims; one load of a key serves all rows of the warp. Values: a lane has four
+// dims (eight at head size 256) and walks over the tokens, whose weights are in shared memory. Behind the ring lie queries
+// [16][HEAD_SIZE] and weights [16][TILE].
 #pragma once
 #include "decode_walk.cuh"
 

@@ -4,14 +4,14 @@
 // as many warps as a tile has slices, and these wait for each other only at the tile's barrier. A thread block has one row
 // tile, or (WIDE) up to four over the same keys and values. Each warp has a softmax state; at the end the states of the
 // slices are merged in order, through shared memory, one row tile after the other.
-// Queries lie behind the ring, and go into registers where there is room: with four thread blocks a multiprocessor a thread
-// has 128.
+// Queries lie behind the ring, and go into registers where there is room: if four thread blocks share a multiprocessor, a
+// thread has 128 registers.
 #pragma once
 #include "decode_walk.cuh"
 #include "fragments.cuh"
 
 constexpr int SLICES = TILE / 16;
-constexpr int ROW_TILES = !WIDE ? 1 : HEAD_SIZE <= 128 ? 4 : 2;  // long heads: less shared memory and registers are left
+constexpr int ROW_TILES = !WIDE ? 1 : HEAD_SIZE <= 128 ? 4 : 2;  // long heads leave less shared memory and fewer registers
 constexpr int WARPS = SLICES * ROW_TILES;
 constexpr int THREADS = WARPS * 32;
 constexpr int BLOCK_ROWS = ROW_TILES * 16;
@@ -21,8 +21,8 @@ constexpr int QUERY_BYTES = BLOCK_ROWS * Q_ROW_STRIDE;
 constexpr int SHARED_BYTES = RING + RING_BYTES + QUERY_BYTES;
 static_assert(BLOCK_ROWS <= (WIDE ? MOST_MEMBERS : BLOCK_ROWS) && BLOCK_ROWS <= THREADS, "a thread for each member");
 
-// For the merge of the slices, in one stage of the ring: of each of TILE (slice, row) pairs as many dims at a time as that has
-// room for, then (maximum, sum).
+// Slices are merged through one stage of the ring, which has a place for each of TILE (slice, row) pairs. A place holds as
+// many dims as fit, then (maximum, sum). If that is not the whole head, the slices are merged in several rounds.
 constexpr int OUT_STRIDE = STAGE_BYTES / TILE / 4;  // floats; rows of a fragment lie in different banks
 constexpr int MERGED_DIMS = OUT_STRIDE - 8 < HEAD_SIZE ? (OUT_STRIDE - 8) / 16 * 16 : HEAD_SIZE;
 static_assert(OUT_STRIDE % 4 == 0 && MERGED_DIMS + 2 <= OUT_STRIDE, "float4 and a state fit a row");
@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Work& 
     }
 }
 
-// Merges `dims` dims from `first_dim` on of the slices of row tile `row_tile`, whose warps have put their results into `outs`.
+// Merges the slices of row tile `row_tile`, whose warps have put dims [first_dim, first_dim + dims) into `outs`.
 __device__ __forceinline__ void merge_slices(const DecodeParams& p, const Work& work, i32 row_tile, i32 first_dim, int dims,
                                              const float* outs) {
     const int pieces = dims / 4;

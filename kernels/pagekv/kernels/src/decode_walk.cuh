@@ -1,25 +1,28 @@
-// The way of a thread block through its work: which item comes next, and the copies of tiles. While the last tiles of an item
-// are used, and its result is merged and stored, the first tiles of the next one are on their way.
+// The walk of a thread block through its work items, and the copies of tiles. A thread block starts copying the first
+// tiles of its next item before it ends the one at hand, so copies are under way also while it merges and stores results.
 //
-// A thread block walks over the slots of an item: its tiles and, where these are too few for what follows, empty slots behind
-// them. Each slot starts the copy of the tile STAGES - 1 slots on. Where there is a next item, then counted from the last slot,
-//   slot STAGES + 1  fetches the next item's words, and draws the index of the one after it
-//   slot STAGES      fetches its first block ids (WIDE: and its members)
-//   slot STAGES - 1  starts its first tile
-// What is fetched is asked for before a slot's computation and put into shared memory behind it, so that no warp waits for
-// it; the barrier that ends a slot hands it on. A stage is filled again only after a barrier that every warp passes when it
-// is done with it. The stage of an item's last slot stays free for the merge of the warps' results.
+// An item is walked in slots. A slot computes one tile, and starts the copy of the tile that is due STAGES - 1 slots later.
+// The last slots also prepare the next item. If there is one, an item of few tiles gets empty slots behind them, so that it
+// has STAGES + 1 slots. Counted backwards from the last slot, which is slot 1:
+//   slot STAGES + 1  reads the next item's words, and draws the index of the work after it
+//   slot STAGES      reads the next item's first block ids (WIDE: and its members)
+//   slot STAGES - 1  starts the copy of the next item's first tile
+// A slot issues these reads before its computation, and stores what they return in shared memory after it, so that no warp
+// waits for them. The barrier at the end of the slot makes it visible to all warps.
+//
+// A stage of the ring is filled again only after a barrier that every warp reaches when it has used the stage. The stage of
+// an item's last slot stays free for the merge of the warps' results.
 #pragma once
 #include "decode.cuh"
 
-// What is copied: the keys and values of one item.
+// The keys and values that are copied: those of one item.
 struct Source {
     i32 kv_head;
     i32 first, last;  // positions [first, last); rows outside become zeros
     i32 tile;         // the next tile to be copied, if it begins before `last`
-    i32 flip;         // SEGMENT where segments of an odd number have the first place among block ids, else 0
+    i32 flip;         // SEGMENT if odd segments have the first half of the block ids, else 0
 
-    // Where block ids of the segment are: 0 or SEGMENT, in positions.
+    // The half of the block ids that a segment has: 0 or SEGMENT, in positions.
     __device__ __forceinline__ i32 place(i32 segment) const { return (segment * SEGMENT ^ flip) & SEGMENT; }
 };
 
@@ -28,7 +31,7 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
     u8* const shared;
     u8* const ring;
     Source source;
-    i32 ended;  // items before the one at hand, which has the record of that parity
+    i32 ended;  // number of items before the one at hand; its parity selects the record and the members
     i32 stage;  // of the slot at hand
 
     static_assert(MOST_MEMBERS == 0 || BLOCK_ROWS * 4 <= THREADS, "a thread for each word of the members");
@@ -51,14 +54,15 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
     __device__ __forceinline__ Work work() const { return work_of(ended); }
     __device__ __forceinline__ Work next_work() const { return work_of(ended + 1); }
     __device__ __forceinline__ bool more() const { return record(ended).following < launch().all_work; }
-    // In a slot: of the slot before. After an item's last slot: of that one.
+    // During a slot: the stage of the slot before. After an item's last slot: the stage of that slot.
     __device__ __forceinline__ u8* free_stage() const {
         return ring + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE_BYTES;
     }
 
     // ---- the first item
 
-    // The thread block's first work; its record is there after a barrier, and (WIDE) its members at once. False: it has none.
+    // Returns false if the thread block has no work; else `work` becomes its first. The record is visible after the next
+    // barrier, WIDE members on return.
     __device__ __forceinline__ bool begin(Work& work) const {
         Launch all;
         all.keys = (u64)first_slot(p, 0);
@@ -86,7 +90,7 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
         return true;
     }
 
-    // Looks up the blocks of its first segment, which are there after a barrier.
+    // Looks up the block ids of the first segment; they are visible after the next barrier.
     __device__ __forceinline__ void look_up_first(const Work& work, const Span& span) {
         i32 ids[ID_ROUNDS];
         source = source_of(work, span, 0);
@@ -95,7 +99,7 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
         keep_ids(source.place(segment), ids);
     }
 
-    // Starts its first tiles. Copies started before are waited for together with the first of them.
+    // Starts copying the first tiles. Copies that were started before belong to the first tile's group.
     __device__ __forceinline__ void start() {
 #pragma unroll
         for (int i = 0; i < STAGES - 1; ++i) copy_tile(ring + i * STAGE_BYTES);
@@ -103,13 +107,13 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
 
     // ---- an item
 
-    // `step(tile, keys, values)` works on a tile that has arrived; `begin()` runs when queries have.
+    // Walks the item at hand: calls `begin()` when its queries have arrived, then `step(tile, keys, values)` for each tile.
     template <class Begin, class Step>
     __device__ __forceinline__ void over(const Logits& logits, const Span& span, Begin begin, Step step) {
         const bool more = this->more();
         i32 left = span.last_tile - span.first_tile;  // slots
         if (more) left = max(left, STAGES + 1);
-        // Queries of a later item were copied behind its first tiles.
+        // The queries of a later item are the newest group of copies, behind its first tiles.
         if (ended > 0)
             cp_async_wait<0>();
         else
@@ -119,8 +123,8 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
         for (i32 tile = span.first_tile; left > 0; ++tile, --left) {
             if (more && left == STAGES - 1) turn_to_next(logits, span);
             copy_tile(free_stage());
-            // A segment begins, and copies of the one before have all been started: its place is free for the next one, whose
-            // first copy starts behind a further barrier.
+            // At the first tile of a segment, all copies of the segment before have been started. So the segment after this one
+            // may have its half of the block ids; the first copy that uses them starts after a further barrier.
             const bool own_ids = tile % SEGMENT_TILES == 0 && (tile + SEGMENT_TILES) * TILE < span.last;
             const bool next_words = more && left == STAGES + 1, next_ids = more && left == STAGES;
             i32 word = 0, ids[ID_ROUNDS];
@@ -147,8 +151,9 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
 
     static constexpr int ID_ROUNDS = (SEGMENT + THREADS - 1) / THREADS;
 
-    // Asks for the block ids of a segment. Ids past the context are never read from. Where there is none, or where a block was
-    // given back, the id is 0, so that copies that ignore their source have an address in the pool.
+    // Reads this thread's block ids of a segment. Places behind the end of the table count as block 0, and `keep_ids` does
+    // the same for blocks that were given back (negative). Nothing is read from these, but even a copy that ignores its
+    // source has an address in the pool then.
     __device__ __forceinline__ void ask_ids(i32 sequence, i32 segment, i32 (&ids)[ID_ROUNDS]) const {
         const i32 first = segment * SEGMENT >> p.block_size_log2, blocks = SEGMENT >> p.block_size_log2;
         const i32 last = min(first + blocks, p.table_stride);
@@ -172,7 +177,7 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
 
     // ---- the next item
 
-    // Its words, the index of the one after it, and which heads it has: a word for each of eight threads.
+    // Reads this thread's word of the next item's record: eight threads have one each.
     __device__ __forceinline__ i32 ask_words() const {
         const i32 thread = (i32)threadIdx.x;
         if (thread >= (i32)(sizeof(Record) / 4)) return 0;
@@ -185,14 +190,14 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
         return draw();
     }
 
-    // Work is dealt as thread blocks ask for it. The first two of each follow from its place in the grid, so that a launch in
-    // which none has more does without the counter. A block that has a next work draws the one after that, once too often: it
-    // goes on until it draws one that does not exist. So the last number drawn is known, and whoever has it sets
-    // the counter back for the next launch. One that a launch which failed left is overwritten by the next step's upload.
+    // A thread block's place in the grid gives its first two works, so a launch without further work does not use the
+    // counter. In each work that is not its last, a thread block draws the work after the next one. So a launch draws
+    // all_work - gridDim.x numbers, and the thread block that draws the last of them sets the counter back to zero for the
+    // next launch (`keep_words`). If a launch that failed left another value, the upload of the next step overwrites it.
     __device__ __forceinline__ i32 draw() const {
         return launch().all_work > 2 * (i32)gridDim.x ? (i32)atomicAdd(p.dealt, 1u) : NONE_DRAWN;
     }
-    static constexpr i32 NONE_DRAWN = 0x3fffffff;
+    static constexpr i32 NONE_DRAWN = 0x3fffffff;  // beyond all work
 
     __device__ __forceinline__ void keep_words(i32 word) const {
         const i32 thread = (i32)threadIdx.x, blocks = (i32)gridDim.x;
@@ -204,7 +209,7 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
         ((i32*)&record(ended + 1))[thread] = word;
     }
 
-    // Its first block ids, and a word of its members.
+    // Reads the next item's first block ids and (WIDE) this thread's word of its members.
     __device__ __forceinline__ void ask_next(const Logits& logits, i32 (&ids)[ID_ROUNDS], i32& word) const {
         const Work next = next_work();
         i32 segment = next.first_key() / SEGMENT;
@@ -214,7 +219,8 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
             word = p.members[next.first_member() * 4 + (i32)threadIdx.x];
     }
 
-    // Where its first block ids get: not over the last ones of the item at hand, whose `span` is given.
+    // The half of the block ids for the next item's first segment: the half that the last segment of the item at hand, whose
+    // `span` is given, does not have.
     __device__ __forceinline__ i32 next_place(const Span& span) const {
         return source.place((span.last - 1) / SEGMENT) ^ SEGMENT;
     }
@@ -230,7 +236,7 @@ template <int THREADS, int BLOCK_ROWS> struct Walk {
 
     // ---- copies
 
-    // `place`: of the first segment's block ids.
+    // `place`: the half of the block ids that the first segment has.
     __device__ __forceinline__ Source source_of(const Work& work, const Span& span, i32 place) const {
         const i32 segment = span.first_tile / SEGMENT_TILES;
         return {work.kv_head, span.first, span.last, span.first_tile,

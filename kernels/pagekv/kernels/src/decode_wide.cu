@@ -1,8 +1,8 @@
 // Decode with wide thread blocks: of one split, the keys and values are read once for all rows that share it, and for all
 // heads of a group wider than a row tile. decode.cu says how rows, splits and tiles are laid out; only differences follow.
 //
-// Floor. A prefix of n keys that r rows share costs the reads of n keys once for each MEMBERS of them, not r times. With 64
-// (row, head) pairs a thread block: 16 rows at 4 heads a KV head, 8 at 8 heads.
+// Floor. The keys of a prefix that several rows share are read once for all rows that a thread block has room for, and not
+// once for each. Of 64 (row, head) pairs, the most there are, these are 16 rows at 4 heads a KV head and 8 rows at 8.
 //
 // Work: one (split, KV head) of a run of members, rows whose block tables name the same blocks there. Row r of the thread
 // block is head r % heads of member r / heads. Splits are whole for every member; a sliding window may hide keys from some.

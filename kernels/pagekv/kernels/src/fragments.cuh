@@ -6,13 +6,14 @@
 //   weights  P = 2^(S - maximum), rounded to 16 bits, used in place: the two accumulators are one operand
 //   values   O[16, D] += P[16, 16] V[16, D]    accumulator n holds dims given by output_dim
 //
-// fp8 (e4m3) keys and values become 16-bit operands in registers. f16: by the hardware where it can; else by moving bits,
-// since a byte's sign, exponent and mantissa, moved to where f16 has them, read 2^-8 of the value, subnormals included, and
-// the factor goes into the scales. bf16's exponent is wider: bits moved read 2^-120 of the value, and an exact
-// multiplication brings it back. Two bytes at even places of a word are moved with one shift, and the odd two with another,
-// so the order of dims within a fragment is (0, 2), (1, 3): Q is loaded in that order, and output_dim says which dims the
-// accumulators hold. Weights meet fp8 values as f16 whatever the model's type is. Code 0x7f (NaN) is preserved by the
-// hardware alone; slots that were never written are zeros.
+// fp8 (e4m3) keys and values become 16-bit operands in registers.
+// - f16: the hardware converts where it can. Otherwise sign, exponent and mantissa are shifted to their places in f16. The
+//   result is 2^-8 of the value, also for subnormals, and the scales make up for it.
+// - bf16, for keys: bf16's exponent is wider, so shifted bits give 2^-120 of the value. An exact multiplication restores it.
+// - Values are f16 whatever the type of the queries, and so are the weights that meet them.
+// One shift moves bytes 0 and 2 of a word, another bytes 1 and 3. So a fragment has its dims in the order (0, 2), (1, 3):
+// queries are loaded in this order, and output_dim says which dims the accumulators hold. NaN (0x7f) stays NaN only where
+// the hardware converts. Rows without a token are zeros.
 #pragma once
 #include "attention.cuh"
 
@@ -24,16 +25,16 @@ typedef WeightOf<!FP8_KV>::type Weight;  // of the second product's operands
 
 constexpr int K_STEPS = HEAD_SIZE / 16;       // of the scores' product
 constexpr int OUT_FRAGMENTS = HEAD_SIZE / 8;  // accumulators of 16 rows
-// An odd number of 16-byte chunks for ldmatrix, and of 32 bytes for the 8-byte loads beside fp8 keys.
+// Against bank conflicts: an odd number of 16-byte chunks for ldmatrix, of 32-byte pieces for the 8-byte loads beside fp8.
 constexpr int Q_ROW_STRIDE = FP8_KV ? (HEAD_SIZE * 2 / 32 | 1) * 32 : padded_row(HEAD_SIZE * 2);
 
-// Factors of products over stored fp8 bytes, beside the layer's scale.
+// Factors that products over converted fp8 lack, beside the layer's scale.
 constexpr float STORED_KEY_SCALE = FP8_KV && !BF16 ? E4m3Widening<f16>::scale : 1.0f;
 constexpr float STORED_VALUE_SCALE = FP8_KV ? E4m3Widening<f16>::scale : 1.0f;
 
 // ---- operands ----
 
-// Bytes `odd` and `odd` + 2 of a word of e4m3 as f16 pair, over E4m3Widening<f16>::scale.
+// Bytes `odd` and `odd` + 2 of a word of e4m3 as a pair of f16, divided by E4m3Widening<f16>::scale.
 template <int odd> __device__ __forceinline__ u32 e4m3_to_f16x2(u32 x) {
 #ifdef PAGEKV_E4M3_CVT
     return e4m3x2_to_f16x2((u16)byte_permute(x, 0u, odd ? 0x4431u : 0x4420u));

@@ -1,6 +1,6 @@
 // Gated activation: out = f(gate) * up, f being SiLU or GELU in its form with tanh, in float, rounded once.
 //
-// One thread has 16 bytes of a row's gate, and what is gated by them. Grid: rows in x, pieces of a row in y.
+// A thread has 16 bytes of a row's gate, and the elements that they gate. Grid: rows in x, pieces of a row in y.
 #include "row_params.cuh"
 
 constexpr i32 kChunk = 16 / sizeof(Element);  // elements

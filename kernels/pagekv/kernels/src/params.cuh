@@ -55,7 +55,7 @@ struct DecodeParams {
     const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none).
                                 // pagekv_decode_wide: first member, sequence, split, members
     const i32* item_contexts;   // [num_items] visible keys of the item's row, those of this step included; pagekv_decode_wide: null
-    u32* dealt;                 // [2]: zero, and zero again after the kernel; number of items, the rest is padding
+    u32* dealt;                 // [2]: works drawn, zero before and after the kernel; number of items, the rest is padding
     const float* kv_scales;     // as CacheWriteParams
     const float* sinks;         // [H] a logit beside those of the keys, without a value; null: none
     const i32* members;         // pagekv_decode_wide: [members, 4]: row, sequence, merge, visible keys; else null

@@ -1,4 +1,4 @@
-// Partial results of a row's splits and their merge, for the decode kernel and the merge kernel.
+// Partial results of a row's splits and their merge, for the kernels of decode, prefill and merge.
 //
 // A split's partial result of a head is its softmax state and its output relative to that state's maximum, f32. Partial i
 // belongs to strand i % STRANDS. Over the common maximum, each strand is summed in order of position and the strands are

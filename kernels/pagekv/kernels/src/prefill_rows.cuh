@@ -66,8 +66,8 @@ struct PartialRows {
     const PrefillParams& p;
     i32 split;
 
-    // Of row `row` of the item, at `position`: its place among all partial results of heads; negative: the row has none, as
-    // it does not exist or stands in front of the split.
+    // Index of the partial result of row `row`, at `position`, among all (partial, head) pairs; negative: the row has none,
+    // because it does not exist or because its position sees nothing of the split.
     __device__ __forceinline__ i64 place(const QueryRows& all, i32 row, i32 position) const {
         if (row >= all.count) return -1;
         const Merge merge = Merge::load(p.merges, all.token + position - all.past);
@@ -77,8 +77,8 @@ struct PartialRows {
     }
 };
 
-// Positions of the tile's rows, in shared memory, because registers are short and divisions long. Rows that do not exist
-// stand at the last row's position; TOGETHER rows of which none exists stand in front of every key.
+// Puts the positions of the tile's rows into shared memory, because registers are few and divisions slow. Rows that do not
+// exist have the last row's position; TOGETHER rows of which none exists have -1, which sees no key.
 template <int TILE_ROWS, int TOGETHER>
 __device__ __forceinline__ void put_position(const QueryRows& rows, i32* positions) {
     const i32 row = (i32)threadIdx.x, last = min(row, rows.count - 1);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void put_position(const QueryRows& rows, i32* positio
     positions[row] = row / TOGETHER * TOGETHER < rows.count ? position : -1;
 }
 
-// The keys that a thread block walks and the factors of their scores and values. Kept in shared memory where registers are short.
+// The keys that a thread block walks, and the factors of their scores and values. In shared memory where registers are few.
 struct alignas(8) Keys {
     i64 first_slot;  // address of the KV head's key in slot 0 of block 0
     const i32* table;

@@ -1,4 +1,4 @@
-// Prefill on tensor cores: scores of query rows that become weights, and outputs that leave.
+// Prefill on tensor cores: the softmax of query rows, and the stores of their outputs and partial results.
 //
 // Fragments (ptx.cuh): of each 16 rows a lane holds rows lane / 4 and lane / 4 + 8, and of each 8 columns two. Scores
 // become weights in place and are rounded to 16 bits in pairs, which is the layout of the product with V.

@@ -17,7 +17,7 @@ constexpr int TILE_KEYS = FP32 || HEAD_SIZE > 128 ? 32 : 64;
 constexpr int STAGES = FP32 ? 2 : 3;
 
 constexpr int ROW_STRIDE = padded_row(ROW_BYTES);
-// fp8 waits in the ring as it is and is widened into one of two more tiles, once for all warps.
+// The ring holds fp8 as it is. It is widened into one of two further tiles, once for all warps.
 constexpr int SLOT_STRIDE = FP8_KV ? KV_ROW_BYTES : ROW_STRIDE;
 constexpr int SLOT_BYTES = TILE_KEYS * SLOT_STRIDE;
 
@@ -32,7 +32,7 @@ constexpr int WEIGHTS = POSITIONS + TILE_ROWS * 4;
 
 static_assert(TILE_ROWS <= THREADS, "a thread for each row");
 
-// How threads share the copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A
+// The threads' shares in copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A
 // power of two, so that a thread's rows and chunks are its first ones plus constants.
 template <int CHUNKS> struct Copies {
     static constexpr int PER_ROW = (CHUNKS & -CHUNKS) < THREADS ? (CHUNKS & -CHUNKS) : THREADS;
@@ -66,8 +66,8 @@ static_assert(sizeof(Keys) == POSITIONS - KEYS, "keys fill their room in shared 
 // Paging adds no wait: the block table is read two tiles ahead and addresses are made one tile ahead, a key by a
 // thread, so that loads find them in shared memory.
 struct KeyStream {
-    // Lowest bit of an address, set where there is no key: zeros take the key's place, and nothing is read. The other
-    // bits are an address of the pool all the same, since even a copy that ignores its source needs an aligned one.
+    // The lowest bit of an address, set where there is no key: nothing is read, and zeros take the key's place. The other
+    // bits are still an address in the pool, because even a copy that ignores its source needs an aligned one.
     static constexpr i64 NOWHERE = 1;
 
     const PrefillParams& p;
@@ -87,7 +87,7 @@ struct KeyStream {
     __device__ __forceinline__ void put_address(i32 tile, i32 block) const {
         const i32 slot_in_block = (tile * TILE_KEYS + (i32)threadIdx.x) & ((1 << p.block_size_log2) - 1);
         const i64 elements = block * p.block_stride + (i64)slot_in_block * (p.num_kv_heads * HEAD_SIZE);
-        // Two stores, because a choice between two addresses takes registers that are not there.
+        // Two stores, because a choice between two addresses takes more registers than there are.
         if (block < 0)
             addresses(tile)[threadIdx.x] = (i64)p.pool + NOWHERE;
         else

@@ -44,9 +44,9 @@ struct SwizzledRow {
 __device__ __forceinline__ i32 place_of(i32 row, i32 chunk) { return row * SwizzledRow::STRIDE + SwizzledRow::chunk(row, chunk); }
 
 struct Barriers {
-    u64 full[SLOTS];       // the copies of a tile have arrived: every copying thread
-    u64 empty[SLOTS];      // a tile may be overwritten: a lane of every computing warp
-    u64 queries[GROUPS];   // first phase: queries of a warpgroup have arrived; second: its products are done. Its threads
+    u64 full[SLOTS];      // the copies of a tile have arrived; every copying thread says so
+    u64 empty[SLOTS];     // a tile may be overwritten; a lane of every computing warp says so
+    u64 queries[GROUPS];  // first phase: a warpgroup's queries have arrived; second: its products are done; its threads say so
 
     __device__ __forceinline__ void start() {
         for (int slot = 0; slot < SLOTS; ++slot) {
@@ -57,14 +57,15 @@ struct Barriers {
         mbarrier_init_fence();
     }
 
-    // By all lanes of a computing warp, which have seen the slot full: a lane that missed the phase would wait for another.
+    // Called by all lanes of a computing warp. __syncwarp, because a lane that has not yet seen the slot full could miss that
+    // phase and wait for a later one.
     __device__ __forceinline__ void release(u32 slot) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(&empty[slot]);
     }
 };
 
-// Which tile of the stream keys of a first tile, values of it, keys of the next, ... is at hand; its slot.
+// A place in the stream of tiles (keys of the first tile, its values, keys of the next, ...), and its slot of the ring.
 struct Turn {
     u32 count;
 
@@ -75,7 +76,7 @@ struct Turn {
 // ---- the warpgroup that copies
 
 struct Copier {
-    // See KeyStream of the other kernel: where there is no key, zeros take its place and nothing is read.
+    // As KeyStream::NOWHERE (prefill_tile.cuh): nothing is read, and zeros take the key's place.
     static constexpr i64 NOWHERE = 1;
     static constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES;
     static constexpr int ROWS_AT_ONCE = 32 / CHUNKS;  // of a warp

@@ -1,4 +1,4 @@
-// Every PTX instruction of the kernels, each in one wrapper.
+// PTX instructions of the kernels, each in one wrapper. Those of kernels for sm_90a are in ptx_sm90a.cuh.
 //
 // With PAGEKV_HOST the tests' emulation has them all, by the same names: it keeps the layouts of fragments, the moment when
 // asynchronous copies arrive, and the rules that a warp must obey.
@@ -13,8 +13,8 @@ typedef long long i64;
 
 constexpr u32 kFullWarp = 0xffffffffu;
 
-// Returns `value`, of which the compiler then knows nothing: expressions of it are computed where they stand, and not
-// once before a loop, into registers that are not there.
+// Returns `value` and hides from the compiler that it is the same. So an expression of it is computed where it stands, and
+// not once before a loop, which would take more registers than there are.
 __device__ __forceinline__ i32 opaque(i32 value) {
 #ifndef PAGEKV_HOST
     asm volatile("" : "+r"(value));
@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 shared_address(const void* shared) {
 // --- asynchronous copies to shared memory
 
 // Starts a copy of 16 bytes, both ends aligned to 16. Not valid: `global` is not read and 16 zero bytes arrive; the address
-// must be aligned all the same, since the instruction is issued with it and PTX excepts no ignored source.
+// must be aligned all the same, because PTX makes no exception for a source that is ignored.
 // The destination holds neither old nor new bytes until a wait of this thread; other threads need a barrier after that.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {
     // As a predicate, not as a size of 0: a size costs instructions that allow for those between 0 and 16.
@@ -54,7 +54,7 @@ template <int pending> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// --- tensor cores. Layouts: "row, column pair" of lane l, each register two 16-bit elements, the lower column lower.
+// --- tensor cores. Comments say what lane l holds. A register has two 16-bit elements, the lower column in its lower half.
 
 // Four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned to 16).
 // registers[i]: matrix i, row l / 4, columns 2 * (l % 4) and the next.
@@ -156,7 +156,7 @@ __device__ __forceinline__ u32 floats_to_bf16x2(float low, float high) {
 #if __CUDA_ARCH__ >= 890
 #define PAGEKV_E4M3_CVT
 
-// Saturated; in the low byte, 0 in the other one.
+// One e4m3, saturated, in the low byte; the high byte is 0.
 __device__ __forceinline__ u16 float_to_e4m3x2(float value) {
     u16 result;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(0.0f), "f"(value));

@@ -1,5 +1,6 @@
-// PTX instructions that sm_90a alone has, each in one wrapper: matrix multiplication by a warpgroup (four warps of which the
-// first is a multiple of four), and the barriers and fences around it. With PAGEKV_HOST the emulation has them, as in ptx.cuh.
+// PTX instructions of kernels for sm_90a, each in one wrapper: matrix multiplication by a warpgroup (four warps, of which the
+// first is a multiple of four), which sm_90a alone has, and the barriers and fences around it. With PAGEKV_HOST the
+// emulation has them, as in ptx.cuh.
 #pragma once
 #include "ptx.cuh"
 
@@ -41,8 +42,8 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
         : "memory");
 }
 
-// What this thread wrote to shared memory, its asynchronous copies included once it has waited for them, becomes visible to
-// warpgroup products that begin after a barrier.
+// Makes this thread's writes to shared memory visible to warpgroup products that begin after a barrier, and also its
+// asynchronous copies, once it has waited for them.
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -52,7 +53,8 @@ __device__ __forceinline__ void proxy_fence() {
 // Before the first product of a group, and after other instructions have written its registers.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until then nobody may touch the registers of products or write their operands in shared memory.
+// Waits until at most `pending` of the newest groups are under way. No thread may touch the registers of a product under
+// way, or write its operands in shared memory.
 template <int pending> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }

@@ -1,4 +1,4 @@
-// Parameter structures of the kernels that know rows alone, laid out as those of params.cuh. params.py mirrors them too.
+// Parameter structures of add_norm.cu and gated.cu, laid out as those of params.cuh. params.py mirrors them too.
 #pragma once
 #include "types.cuh"
 

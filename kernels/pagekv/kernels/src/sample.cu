@@ -1,13 +1,18 @@
 // Sampling: the next token of each row of logits, by top-k, top-p, min-p and a number in [0, 1) that was drawn before.
 //
-// One thread block a row. A token's key is its distance to the likeliest in log2 of weights, in fixed point; its weight follows
-// from the key, as an integer. So sums are exact and in no order: a row's token depends neither on the batch nor on the GPU.
-// Key and token id together are the rank of a token, smaller ones come first, and equally likely tokens go by id.
-// Top-k and top-p each find the last rank that is kept, digit by digit: a pass over the tokens that have the digits found so
-// far sums up what the tokens with each next digit have, 1 each for top-k, their weights for top-p.
-// What filters keep is mostly some hundred tokens. So a pass lists the likeliest thousand or so in shared memory, those above a
-// bar that the first pass found, and where these are enough all that follows is done on them: top-k altogether, of top-p
-// all but the sum of all weights, and the draw. Else passes read the row again. Either way the token is the same.
+// A thread block has one row. The key of a token is the distance of its logit to the largest one, in log2 of weights, in
+// fixed point; its weight is an integer that follows from the key (sampling_weight.cuh). Sums of integers do not depend on
+// their order, so a row's token depends neither on the batch nor on the GPU. The rank of a token is its key, then its id:
+// smaller ranks come first, so equally likely tokens are in the order of ids.
+//
+// Top-k and top-p each search for the last rank that is kept, one digit of 12 bits after the other. A pass over the tokens
+// whose ranks begin with the digits found so far adds up, for each value of the next digit, how many tokens have it (top-k)
+// or the sum of their weights (top-p).
+//
+// Filters mostly keep some hundred tokens. So one pass lists the likeliest tokens, about a thousand, in shared memory: all
+// that reach a bar, which follows from the largest logit of each thread. If the list has all tokens that decide, the rest of
+// the work uses the list alone: all of top-k, all of top-p but the sum of all weights, and the draw. Otherwise further
+// passes read the row. Both ways give the same token.
 #include "sampling_weight.cuh"
 
 constexpr i32 kThreads = 512;
@@ -15,26 +20,26 @@ constexpr i32 kWarps = kThreads / 32;
 constexpr i32 kEach = 8;                  // tokens that a thread reads at a time
 constexpr i32 kRun = 32 * kEach;          // neighbouring tokens that a warp draws from
 constexpr i32 kIdBits = 20;
-constexpr i32 kRankBits = 48;             // of key and id
+constexpr i32 kRankBits = 48;             // of key and id together
 constexpr i32 kDigitBits = 12;
 constexpr i32 kKeyShift = kRankBits - kIdBits - kDigitBits;  // from a key to the first digit of its rank
 constexpr i32 kDigits = 1 << kDigitBits;  // at least as many as there are runs
 constexpr i32 kListed = 1536;
-// Lanes of each warp whose likeliest token is at the bar or above: 384 tokens at least, and about 1,100 where the likely ones are
-// spread evenly.
+// So many lanes of every warp, or more, have a token that reaches the bar. The list has at least 384 tokens then, and about
+// 1,100 if the likely ones are spread evenly over the threads.
 constexpr i32 kAboveBar = 24;
 constexpr u64 kNone = ~0ull;
 
 struct Shared {
-    u32 low[kDigits];  // sums, the lower halves
-    u32 high[kDigits];
+    u32 low[kDigits];   // sums by digit, the lower halves
+    u32 high[kDigits];  // the upper halves
     u64 list[kListed];
     u64 of_warps[kWarps];
     u64 rest;
     i32 found;
     i32 num_listed;
-    i32 num_below;     // tokens that are listed and have a key below the next one
-    u32 listed_below;  // a key: of the tokens that filters have kept so far all below it are listed, and maybe others
+    i32 num_below;     // listed tokens with a key below listed_below
+    u32 listed_below;  // a key: all tokens with a smaller key that the filters keep so far are listed
 };
 
 template <typename T> struct Row {
@@ -49,7 +54,7 @@ template <typename T> struct Row {
 
 __device__ __forceinline__ u64 rank_of(u32 key, i32 id) { return static_cast<u64>(key) << kIdBits | static_cast<u32>(id); }
 
-// The last rank that is kept, in parts: nearly all tokens are told by their keys alone.
+// The last rank that is kept, as key and id: the key alone decides for nearly all tokens.
 struct Bound {
     u32 key;
     u32 id;
@@ -77,8 +82,9 @@ __device__ __forceinline__ void add(Shared& shared, u32 digit, u64 mass) {
     if (high != 0u) atomicAdd(&shared.high[digit], high);
 }
 
-// The first digit at which the sums up to it, its own included, exceed `target`, or where `share` is not 0 that share of 2^64
-// of all sums; which must be one. Takes from `target` the sums below that digit.
+// Adds up the sums in the order of digits and returns the first digit at which the total exceeds `target`; there must be one.
+// If `share` is not 0, `target` is first set to share / 2^64 of all sums. The sums of smaller digits are subtracted from
+// `target`.
 __device__ __forceinline__ u32 crossing(Shared& shared, u64& target, u64 share) {
     constexpr i32 kOwn = kDigits / kThreads;
     const i32 lane = threadIdx.x % 32, first = threadIdx.x * kOwn;
@@ -131,13 +137,14 @@ template <typename T, typename Visit> __device__ __forceinline__ void each_token
     for (; first < size; first += kThreads) visit(logits[first], first);
 }
 
-// `what`: its key, or anything else of 32 bits.
+// Lists a token with `what`, its key or any other 32 bits. Tokens for which there is no room are only counted.
 __device__ __forceinline__ void put(Shared& shared, u32 what, i32 id) {
     const i32 at = atomicAdd(&shared.found, 1);
     if (at < kListed) shared.list[at] = rank_of(what, id);
 }
 
-// After all `put`: the list holds all tokens below the key `end` that were to be listed, unless they are too many.
+// Called after all `put`. The list has every token with a key below `end` that the filters keep so far; if these were too
+// many, it counts as empty.
 __device__ __forceinline__ void end_list(Shared& shared, u32 end) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -161,11 +168,11 @@ template <typename T> __device__ __forceinline__ void list_best(const Row<T>& ro
     __syncthreads();
     float bar = infinity();
     for (i32 warp = 0; warp < kWarps; ++warp) bar = fminf(bar, __uint_as_float(static_cast<u32>(shared.of_warps[warp])));
-    // A warp has none of these in most rounds, and goes on at once.
+    // In most rounds no lane of a warp has such a token, and the warp goes on at once.
     each_token(row.logits, row.size, [&](T logit, i32 id) {
         if (to_float(logit) >= bar) put(shared, __float_as_uint(to_float(logit)), id);
     });
-    // Keys of less likely logits are no smaller, but for one unit by rounding.
+    // A token below the bar has a key no smaller than the bar's, except for one unit of rounding.
     const u32 end = max(row.key(bar), 1u) - 1u;
     end_list(shared, end);
     for (i32 i = threadIdx.x; i < shared.num_listed; i += kThreads) {
@@ -177,7 +184,7 @@ template <typename T> __device__ __forceinline__ void list_best(const Row<T>& ro
     __syncthreads();
 }
 
-// Lists the tokens that the bound keeps with first digits up to `digit`.
+// Lists the tokens that `bound` keeps and whose first digit is at most `digit`.
 template <typename T> __device__ __forceinline__ void list(const Row<T>& row, Shared& shared, Bound bound, u32 digit) {
     __syncthreads();  // all threads have read what was found
     if (threadIdx.x == 0) shared.found = 0;
@@ -189,13 +196,14 @@ template <typename T> __device__ __forceinline__ void list(const Row<T>& row, Sh
     end_list(shared, (digit + 1u) << kKeyShift);
 }
 
-// The last token that is kept of those that `bound` keeps: the first at which the sum of masses, 1 each where `counts`, else
-// weights, exceeds `target`, or `share` of them all.
+// The bound of one more filter over the tokens that `bound` keeps. Their masses are added up in the order of ranks: 1 each if
+// `counts`, else their weights. The new bound is the first rank at which the sum exceeds `target`, or share / 2^64 of all
+// masses if `share` is not 0.
 template <bool counts, typename T>
 __device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bound bound, u64 target, u64 share) {
     u64 prefix = 0ull;
     i32 done = 0;  // digits
-    // Whether the list has all tokens that decide: all that are kept, or as many of the first as are counted.
+    // Whether the list has all tokens that decide: all that `bound` keeps, or the first target + 1 of a count.
     bool listed = bound.key < shared.listed_below || (counts && target < static_cast<u64>(shared.num_below));
     if (!listed) {
         clear(shared);
@@ -236,7 +244,7 @@ __device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bo
     return bound_of(prefix);
 }
 
-// The likeliest token, of equals the first, and its logit; -1 where a logit is not a number. `most`: the largest logit of the
+// The likeliest token, of equals the first; -1 if a logit is NaN. `best` becomes its logit, `most` the largest logit of this
 // thread's tokens.
 template <typename T>
 __device__ __forceinline__ i32 likeliest(const T* logits, i32 size, Shared& shared, float& best, float& most) {
@@ -250,7 +258,7 @@ __device__ __forceinline__ i32 likeliest(const T* logits, i32 size, Shared& shar
         most = logit;
         id = at;
     });
-    // As integers in the order of floats, -0 as 0; behind them the smaller ids.
+    // An integer that orders logits as floats do, with -0 as 0, and is larger for the smaller id of two equals.
     const u32 bits = __float_as_uint(most + 0.0f);
     const u32 order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     u64 found = broken ? kNone : static_cast<u64>(order) << 32 | (0xffffffffu - static_cast<u32>(id));
@@ -268,7 +276,8 @@ __device__ __forceinline__ i32 likeliest(const T* logits, i32 size, Shared& shar
     return static_cast<i32>(0xffffffffu - static_cast<u32>(found));
 }
 
-// The token at `number` of the distribution of what is kept, all of which is listed, in the order of ids: by digits of the id.
+// Draws one of the tokens that are kept, all of which are listed. Their weights are added up in the order of ids; the first
+// token at which the sum exceeds number / 2^64 of all weights is drawn. The search goes by two digits of the id.
 __device__ __forceinline__ i32 draw_listed(Shared& shared, Bound bound, u64 min_weight, u64 number) {
     constexpr i32 kLastBits = kIdBits - kDigitBits;
     u64 target = 0ull;
@@ -291,7 +300,7 @@ __device__ __forceinline__ i32 draw_listed(Shared& shared, Bound bound, u64 min_
     return static_cast<i32>(first << kLastBits | digit);
 }
 
-// The same of all that is kept.
+// Draws as `draw_listed` does, where the list lacks tokens that are kept: reads the row.
 template <typename T>
 __device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bound, u64 min_weight, u64 number) {
     const i32 lane = threadIdx.x % 32;
@@ -315,7 +324,7 @@ __device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bou
     }
     u64 target = 0ull;
     i32 id = static_cast<i32>(crossing(shared, target, number)) * kRun + lane;
-    // All warps look it up, and find the same.
+    // Every warp searches the run, and all find the same token.
     for (; id - lane < row.size; id += 32) {
         u64 sum = mass(id);
         for (i32 distance = 1; distance < 32; distance *= 2) {

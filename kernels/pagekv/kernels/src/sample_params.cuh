@@ -2,7 +2,7 @@
 #pragma once
 #include "types.cuh"
 
-// How one row of the logits is sampled.
+// The sampling of one row of logits.
 struct Choice {
     u64 number;       // the number drawn, in [0, 1), times 2^64
     u64 top_p;        // times 2^64, less one; all ones: no top-p
@@ -12,7 +12,7 @@ struct Choice {
     i32 last_token;   // place of the token in last_tokens
     i32 penalty_row;  // row of the counts of tokens; -1: none
     float scale;      // log2(e) / temperature: from a difference of logits to one of log2 of weights; 0: greedy
-    float scale_low;  // what rounding took from it
+    float scale_low;  // the part of the exact scale that rounding took from `scale`
 };
 
 struct SampleParams {
@@ -27,7 +27,7 @@ struct SampleParams {
     i32 vocab_size;         // at most 2^19
 };
 
-// What changes the logits of one row.
+// The changes of one row of logits.
 struct Adjustment {
     i32 row;          // of the logits
     i32 edits;        // the first of its edits

@@ -1,6 +1,6 @@
 // Weights of tokens, 2^-y of their distance y to the likeliest: exact integers, the same on every GPU and in the emulation.
 //
-// Both functions say how they round: no multiplication here may be contracted with an addition unless it says so.
+// Every rounding is explicit: products that are not part of an fmaf are __fmul_rn, which no compiler contracts with a sum.
 #pragma once
 #include "sample_params.cuh"
 
@@ -14,16 +14,16 @@ constexpr u32 kRoundBits = 0x4b400000u;
 __device__ __forceinline__ u32 key_of(float logit, float best, float scale, float scale_low) {
     const float distance = best - logit;
     const float high = __fmul_rn(distance, scale);
-    // What rounding took from the difference (Knuth's two-sum) and from the product.
+    // The errors of rounding of the difference (Knuth's two-sum) and of the product.
     const float back = distance - best;
     const float error = (best - (distance - back)) - (logit + back);
     const float rest = fmaf(error, scale, fmaf(distance, scale_low, fmaf(distance, scale, -high)));
     const float whole = high + kRound;
     const float part = fmaf((high - (whole - kRound)) + rest, static_cast<float>(1 << kFractionBits), kRound);
-    // Modulo 2^32, since all of it means nothing where `high` is too large or no number.
+    // In unsigned arithmetic, which may wrap: if `high` is too large or NaN, the key has no meaning and is not used.
     const u32 key = ((__float_as_uint(whole) - kRoundBits) << kFractionBits) + (__float_as_uint(part) - kRoundBits);
     if (logit == best) return 0u;  // both may be infinite
-    // Rounding may end just below 0.
+    // Rounding may give a key just below 0.
     return high < 45.0f ? min(static_cast<u32>(max(static_cast<i32>(key), 0)), kLastKey) : kLastKey;
 }
 

@@ -75,14 +75,14 @@ template <typename T> __device__ __forceinline__ u32 pack2(float low, float high
 template <> __device__ __forceinline__ u32 pack2<f16>(float low, float high) { return floats_to_f16x2(low, high); }
 template <> __device__ __forceinline__ u32 pack2<bf16>(float low, float high) { return floats_to_bf16x2(low, high); }
 
-// Four e4m3, in their order in memory, as two registers of two T each. A factor of E4m3Widening<T>::scale is left out and
-// must be multiplied in elsewhere (into the softmax scale, into the outputs), where it costs nothing. Being a power of two
-// it changes no bit of a result. NaN becomes a finite number where the hardware has no conversion.
+// Four e4m3, in their order in memory, as two registers of two T each, divided by E4m3Widening<T>::scale. The caller
+// multiplies by that factor where it costs nothing: in the softmax scale, or in the outputs. It is a power of two, so this
+// changes no bit of a result. NaN stays NaN only where the hardware converts.
 //
-// f16 by integer operations: shifted into place, the exponent is 8 too small; f16 subnormals stand for those of e4m3
-// exactly.
-// bf16: the exponent is 120 too small, and multiplied in here, because sums of such products would leave float's range.
-// The hardware's conversion is to f16 only, and by way of that it would take as many instructions.
+// f16: the hardware converts where it can. Otherwise the bits are shifted into place, which makes the exponent 8 too small;
+// subnormals of e4m3 become subnormals of f16 exactly.
+// bf16: shifting makes the exponent 120 too small. The factor is multiplied in here, because sums of such small products
+// would leave float's range. The hardware converts to f16 only, and going through f16 would take as many instructions.
 template <typename T> struct E4m3Widening;
 #ifdef PAGEKV_E4M3_CVT
 template <> struct E4m3Widening<f16> { static constexpr float scale = 1.0f; };
