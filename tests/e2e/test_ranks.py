@@ -41,6 +41,8 @@ from pagekv.v1 import inference_service_pb2 as pb
 pytestmark = pytest.mark.e2e
 
 WAIT_S = 240.0
+# Longer than the time in which a group has lost a rank that hangs.
+STEP_TIMEOUT_S = 20.0
 GROUP = (*ORACLE, "--step-time-ms", "20", "--rank-timeout-s", "3")
 
 
@@ -84,12 +86,11 @@ LONG = [pytest.param(fault, marks=pytest.mark.long) for fault in (hang_last, han
 @pytest.fixture(scope="module")
 def group() -> Iterator[Stack]:
     """Serves again after every fault."""
-    with running_stack(GROUP, ["--step-timeout-s", "20"], ranks=2) as stack:
+    with running_stack(GROUP, ["--step-timeout-s", f"{STEP_TIMEOUT_S}"], ranks=2) as stack:
         yield stack
 
 
-@pytest.mark.parametrize("fault", [kill_last, kill_first, *LONG])
-def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None], group: Stack) -> None:
+def check_streams_survive(fault: Callable[[dict[int, int]], None], group: Stack) -> None:
     requests = [
         request_for([index + 1, 5, 7], max_tokens=100, ignore_eos=True, temperature=index % 2, seed=index)
         for index in range(4)
@@ -101,14 +102,26 @@ def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None], group: 
     def disturb() -> None:
         fault(before)
         # The rank that was not touched leaves within the rank timeout, whatever it waits in; so does torchrun with a
-        # rank that hangs.
-        wait_until(lambda: not any(map(runs, before.values())))
+        # rank that hangs. The manager has not given up the step yet.
+        wait_until(lambda: not any(map(runs, before.values())), STEP_TIMEOUT_S)
 
     results, restarts = asyncio.run(generate_all(group, requests, disturb))
     after = group.executor.rank_pids()
     assert restarts > 0 == undisturbed
     assert [result.tokens for result in results] == [result.tokens for result in wanted]
     assert not {*before.values()} & {*after.values()}
+
+
+@pytest.mark.parametrize("fault", [kill_last, kill_first, *LONG])
+def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None], group: Stack) -> None:
+    check_streams_survive(fault, group)
+
+
+@pytest.mark.long
+def test_streams_survive_a_rank_that_hangs_while_both_compute() -> None:
+    """Rank 0 waits for it in a collective of the model. In float64, as below."""
+    with running_stack([*CPU, "--rank-timeout-s", "3"], ["--step-timeout-s", f"{STEP_TIMEOUT_S}"], ranks=2) as group:
+        check_streams_survive(hang_last, group)
 
 
 @pytest.fixture(scope="module")
