@@ -108,6 +108,9 @@ def measured_us(ranks: int, sequences: int, steps: int = 200) -> tuple[float, fl
     """
     pairs = [socket.socketpair() for _ in range(ranks - 1)]
     if not (child := os.fork()):
+        # So that its links end with rank 0, however that ends.
+        for ours, _ in pairs:
+            ours.close()
         answer_all([theirs for _, theirs in pairs])
         os._exit(0)
     leader = Leader(RankWatch({rank: RankLink(ours) for rank, (ours, _) in enumerate(pairs, 1)}, 600.0))
