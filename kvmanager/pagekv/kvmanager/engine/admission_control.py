@@ -62,7 +62,7 @@ def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int
             _count_refusal(command, state, "max_queue")
             counts = "" if tenant.name else f": {waiting} sequences wait, at most {config.max_queue}"
             raise Overloaded(f"the queue is full{counts}", RETRY_DELAY_S, config.max_queue, "--max-queue")
-    unread, own_unread = live.num_unread.total(), live.num_unread[tenant.name]
+    unread, own_unread = live.num_unread.total, live.num_unread[tenant.name]
     if unread >= config.max_unread and not (tenant.name and own_unread < config.max_unread // tenants):
         _count_refusal(command, state, "max_unread")
         what = "too many" if tenant.name else unread

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.request.tenant_counts import TenantCounts
 from pagekv.kvmanager.request.wakeups import Wakeups
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
@@ -27,9 +27,9 @@ class LiveRequests:
         # By stream that its reader has not released: the tenant, and how many of the stream's sequences have ended.
         self._being_read: dict[RequestStream, tuple[str, int]] = {}
         # The sum of these, by tenant: ended sequences whose readers have not taken them.
-        self.num_unread: Counter[str] = Counter()
+        self.num_unread: TenantCounts[str] = TenantCounts()
         # Requests of each tenant.
-        self._tenants: Counter[str] = Counter()
+        self._tenants: TenantCounts[str] = TenantCounts()
         # Set while no request is live.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -50,7 +50,7 @@ class LiveRequests:
         self._by_stream[stream] = request
         self._requests.setdefault(command.request_id, {})[command.tenant.name] = request
         self._being_read[stream] = command.tenant.name, 0
-        self._tenants[command.tenant.name] += 1
+        self._tenants.add(command.tenant.name, 1)
         self.idle.clear()
         return request
 
@@ -69,14 +69,8 @@ class LiveRequests:
         """The reader has gone: nothing of the stream is unread any more. Returns the request if live. Idempotent."""
         if stream in self._being_read:
             tenant, ended = self._being_read.pop(stream)
-            self._count_unread(tenant, -ended)
+            self.num_unread.add(tenant, -ended)
         return self.of(stream)
-
-    def _count_unread(self, tenant: str, more: int) -> None:
-        self.num_unread[tenant] += more
-        if not self.num_unread[tenant]:
-            # Every subject of a token may be a tenant, so without this the names would grow without bound.
-            del self.num_unread[tenant]
 
     def remove_if_finished(self, request: LiveRequest) -> bool:
         """Removes a request whose sequences have all finished, and counts ended sequences as unread. Must be called
@@ -89,7 +83,7 @@ class LiveRequests:
         if request.stream in self._being_read:
             # A beam search has nothing to read before its end.
             ended = request.command.n if all(finished) else 0 if request.search is not None else sum(finished)
-            self._count_unread(tenant, ended - self._being_read[request.stream][1])
+            self.num_unread.add(tenant, ended - self._being_read[request.stream][1])
             self._being_read[request.stream] = tenant, ended
         if not all(finished):
             return False
@@ -98,13 +92,11 @@ class LiveRequests:
         del of_id[tenant]
         if not of_id:
             del self._requests[request.command.request_id]
-        self._tenants[tenant] -= 1
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
+        self._tenants.add(tenant, -1)
         if not self._by_stream:
             self.idle.set()
         return True
 
     def num_tenants(self, also: str) -> int:
         """Number of tenants that have live requests, including the tenant `also`."""
-        return len(self._tenants) + (also not in self._tenants)
+        return self._tenants.num_tenants(also)

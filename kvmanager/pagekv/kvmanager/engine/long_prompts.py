@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
+from pagekv.kvmanager.request.tenant_counts import TenantCounts
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt, slice_blocks
 from pagekv.kvmanager.tenants.turns import TenantTurns
 
@@ -23,18 +23,16 @@ class LongPrompts:
         # A tenant's turn is held by its call whose prompt is being prepared.
         self.turns = TenantTurns()
         # Sequences of the calls that have a turn or wait for one, by tenant.
-        self.num_entering: Counter[str] = Counter()
+        self.num_entering: TenantCounts[str] = TenantCounts()
 
     @contextmanager
     def entering(self, tenant: str, num_sequences: int) -> Iterator[None]:
         """Counts the sequences of a call as entering meanwhile."""
-        self.num_entering[tenant] += num_sequences
+        self.num_entering.add(tenant, num_sequences)
         try:
             yield
         finally:
-            self.num_entering[tenant] -= num_sequences
-            if not self.num_entering[tenant]:
-                del self.num_entering[tenant]
+            self.num_entering.add(tenant, -num_sequences)
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

@@ -361,7 +361,7 @@ class EngineLoop:
         try:
             entering = self._long_prompts.num_entering
             own = entering[command.tenant.name]
-            check_admissible(command, self._state, entering.total() - counted, own - counted)
+            check_admissible(command, self._state, entering.total - counted, own - counted)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()

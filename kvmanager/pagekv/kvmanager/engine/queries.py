@@ -7,7 +7,6 @@ before the first attachment unless they say otherwise.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from pagekv.common.errors import Overloaded
@@ -21,6 +20,7 @@ from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
+from pagekv.kvmanager.request.tenant_counts import TenantCounts
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
@@ -41,7 +41,7 @@ class EngineQueries:
         # Separate from the long prompts of requests, which do not wait for queries.
         self._long_prompts = LongPrompts(None)
         # By tenant: tokens of the prompts that are being looked up or wait for it.
-        self._asked_tokens: Counter[str] = Counter()
+        self._asked_tokens: TenantCounts[str] = TenantCounts()
 
     @property
     def cache(self) -> CacheAdmin:
@@ -59,22 +59,20 @@ class EngineQueries:
         cache = self.cache
         # Short prompts wait for their turn, too, and each holds a message.
         counted = max(len(token_ids), LEAST_COUNTED)
-        asked, own = self._asked_tokens.total(), self._asked_tokens[tenant]
-        share = MAX_ASKED_TOKENS // len(self._asked_tokens.keys() | {tenant}) if tenant else 0
+        asked, own = self._asked_tokens.total, self._asked_tokens[tenant]
+        share = MAX_ASKED_TOKENS // self._asked_tokens.num_tenants(tenant) if tenant else 0
         within_share = bool(tenant) and (not own or own + counted <= share)
         if asked and asked + counted > MAX_ASKED_TOKENS and not within_share:
             # A tenant is told only the number of its own tokens.
             what = f"prompts of {own if tenant else asked} tokens wait to be looked up"
             raise Overloaded(f"{what}; with this one the limit is {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
-        self._asked_tokens[tenant] += counted
+        self._asked_tokens.add(tenant, counted)
         try:
             async with self._long_prompts.turns.of(tenant):
                 table = cache.pool.table
                 return await self._long_prompts.prepare(token_ids, identity.media, cache.root(identity), table)
         finally:
-            self._asked_tokens[tenant] -= counted
-            if not self._asked_tokens[tenant]:
-                del self._asked_tokens[tenant]
+            self._asked_tokens.add(tenant, -counted)
 
     def lookup_prefix(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None

@@ -53,7 +53,7 @@ class EngineStatistics:
             swapped_in_blocks_total=counters.swapped_in,
             written_back_blocks_total=counters.written_back,
             host_evicted_blocks_total=host.evictions,
-            unread_sequences=state.live.num_unread.total(),
+            unread_sequences=state.live.num_unread.total,
             instance_id=state.instance_id,
         )
         stats.start_time.FromMilliseconds(int(state.started * 1e3))

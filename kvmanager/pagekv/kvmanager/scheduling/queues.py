@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 
+from pagekv.kvmanager.request.tenant_counts import TenantCounts
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, RunningRequests
 from pagekv.kvmanager.scheduling.fairness.virtual_tokens import VirtualTokens
@@ -28,18 +29,19 @@ class WaitingQueue:
     def __init__(self) -> None:
         # Waiting sequences by tenant number; no list is empty.
         self._orders: dict[int, list[Seq]] = {}
+        self._num_waiting = 0
         # Decides which tenant is next.
         self.served = VirtualTokens()
         # Caps by tenant, and the tenants whose next request would exceed their cap.
         self.caps: dict[int, Cap] = {}
         self._held_back: set[int] = set()
         # Sequences in the state FORKING, by tenant.
-        self._forking: Counter[int] = Counter()
+        self._forking: TenantCounts[int] = TenantCounts()
         # Requests whose sequence 0 was admitted while others wait for its prompt.
         self.forking: list[LiveRequest] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._orders.values()))
+        return self._num_waiting
 
     def count(self, tenant: int) -> int:
         """Sequences of a tenant that wait, for admission or for a fork."""
@@ -47,13 +49,13 @@ class WaitingQueue:
 
     @property
     def num_forking(self) -> int:
-        return self._forking.total()
+        return self._forking.total
 
     def add(self, request: LiveRequest) -> None:
         """Queues sequence 0 of a new request; the others wait for a fork."""
         self.push(request.sequences[0])
         self.served.sent(request.tenant, len(request.command.prompt_ids))
-        self._forking[request.tenant] += len(request.sequences) - 1
+        self._forking.add(request.tenant, len(request.sequences) - 1)
 
     def push(self, sequence: Seq) -> None:
         """Makes a sequence that holds no blocks wait for admission: a new or a preempted one."""
@@ -62,6 +64,7 @@ class WaitingQueue:
             self.served.joined(sequence.tenant)
             if sequence.tenant in self._held_back:
                 self.served.allow([sequence.tenant], False)
+        self._num_waiting += 1
         insort(self._orders.setdefault(sequence.tenant, []), sequence, key=key)
 
     def __iter__(self) -> Iterator[Seq]:
@@ -109,6 +112,7 @@ class WaitingQueue:
         """Removes a waiting sequence that is admitted."""
         order = self._orders[sequence.tenant]
         del order[bisect_left(order, sequence.key, key=key)]
+        self._num_waiting -= 1
         if not order:
             del self._orders[sequence.tenant]
             self.served.left(sequence.tenant)
@@ -116,7 +120,7 @@ class WaitingQueue:
     def remove(self, sequence: Seq) -> None:
         """Removes a waiting sequence that ends."""
         if sequence.state is SeqStatus.FORKING:
-            self._forking[sequence.tenant] -= 1
+            self._forking.add(sequence.tenant, -1)
         else:
             self.take(sequence)
         sequence.state = SeqStatus.FINISHED
@@ -133,7 +137,7 @@ class WaitingQueue:
         if request in self.forking:
             self.forking.remove(request)
         children = [sequence for sequence in request.sequences if sequence.state is SeqStatus.FORKING]
-        self._forking[request.tenant] -= len(children)
+        self._forking.add(request.tenant, -len(children))
         return children
 
 

@@ -106,7 +106,7 @@ async def test_a_call_that_is_cancelled_meanwhile_leaves_nothing(engine: EngineL
     with pytest.raises(asyncio.CancelledError):
         await entering
     assert engine.snapshots.list_requests(9).total == 0
-    assert engine._long_prompts.num_entering == {}
+    assert not engine._long_prompts.num_entering
     assert await read(await engine.queue(command("long", LONG))) == expect(LONG)
 
 

@@ -157,7 +157,7 @@ def test_questions_beyond_the_bound_are_refused_and_leave_nothing(monkeypatch: p
         # One alone may have more.
         monkeypatch.setattr(queries, "MAX_ASKED_TOKENS", 10)
         assert await ask(41) is not None
-        assert engine.queries._asked_tokens.total() == 0
+        assert engine.queries._asked_tokens.total == 0
 
     run(body)
 
@@ -183,7 +183,7 @@ def test_questions_of_one_tenant_hold_up_and_refuse_no_other(monkeypatch: pytest
         await quiet
         assert not flood[1].done()
         await asyncio.gather(*flood)
-        assert engine.queries._asked_tokens.total() == 0
+        assert engine.queries._asked_tokens.total == 0
         assert engine.queries._long_prompts.turns._turns == {}
 
     run(body)

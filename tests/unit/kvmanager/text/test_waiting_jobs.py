@@ -56,4 +56,4 @@ def test_nothing_is_kept_of_tenants_without_jobs() -> None:
     for number in range(1000):
         waiting.enter(f"t{number}", 0)
         waiting.leave(f"t{number}", 0)
-    assert waiting._jobs == waiting._bytes == {}
+    assert len(waiting._jobs) == len(waiting._bytes) == 0
