@@ -68,8 +68,10 @@ def replay_steps(path: Path) -> StepsReport:
     """Derives every decision again. Raises StepsError, OSError."""
     replay: _Replay | None = None
     report = StepsReport()
+    number, record = 0, None
     try:
         for record in _records(path, report):
+            number += 1
             if replay is None:
                 replay = _Replay(record, report)
             else:
@@ -77,7 +79,9 @@ def replay_steps(path: Path) -> StepsReport:
     except StepsError as error:
         raise StepsError(f"{path}: {error}") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-        raise StepsError(f"{path}: {_after(report)}: a record that makes no sense: {error!r}") from error
+        kind = f" ({shown(record[0])})" if isinstance(record, list) and record else ""
+        which = f"record {number}{kind}: makes no sense"
+        raise StepsError(f"{path}: {_after(report)}: {which}: {type(error).__name__}: {error}") from error
     if replay is None:
         raise StepsError(f"{path}: holds no records")
     replay.end()
@@ -100,8 +104,12 @@ def _records(path: Path, report: StepsReport) -> Iterator[Any]:
                 check = zlib.crc32(packed, check)
             except msgpack.OutOfData:
                 break
+            except OSError:
+                raise
             except Exception as error:
-                raise StepsError(f"{_after(report)}: not a recording of steps, or damaged: {error!r}") from error
+                # The error of msgpack or of Python would not help.
+                what = f"{_after(report)}: damaged at byte {begin}" if begin else "not a recording of steps"
+                raise StepsError(what) from error
             if check != expected:
                 raise StepsError(f"{_after(report)}: the recording was changed or damaged here")
             yield msgpack.unpackb(packed)

@@ -112,13 +112,17 @@ def _mooncake(first: tuple[int, str], rest: _Lines, tokens_per_id: int) -> Itera
     for number, line in chain([first], rest):
         try:
             value = json.loads(line)
+        except json.JSONDecodeError as error:
+            # Its own text counts lines from this one.
+            raise TraceError(f"line {number}: not a JSON object: {error.msg} at column {error.colno}") from error
         except (ValueError, RecursionError) as error:
             raise TraceError(f"line {number}: not a JSON object: {error}") from error
         if not isinstance(value, dict):
             raise TraceError(f"line {number}: not a JSON object but {shown(value)}")
         timestamp = value.get("timestamp")
-        # NaN fails every comparison.
-        if not isinstance(timestamp, int | float) or not 0 <= timestamp <= _MAX_TIMESTAMP_MS:
+        # True is an int, and NaN fails every comparison.
+        is_bool = isinstance(timestamp, bool)
+        if is_bool or not isinstance(timestamp, int | float) or not 0 <= timestamp <= _MAX_TIMESTAMP_MS:
             bounds = f"must be milliseconds from 0 to {_MAX_TIMESTAMP_MS}"
             raise TraceError(f"line {number}: timestamp: {bounds}, got {shown(timestamp)}")
         input_length = _length(number, "input_length", value.get("input_length"))

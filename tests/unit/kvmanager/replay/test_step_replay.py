@@ -80,7 +80,7 @@ def test_a_recording_is_derived_again(recording: Path, capsys: pytest.CaptureFix
     assert replay(["--steps", str(recording)]) == 0
     out = capsys.readouterr().out
     assert re.fullmatch(
-        r"[\d,]+ steps for 28 requests in 2 epochs, with \d+ preemptions: every decision was derived again, and is the "
+        r"[\d,]+ steps for 28 requests in 2 epochs, with \d+ preemptions: every decision was derived again and is the "
         r"same\n",
         out,
     )
@@ -145,7 +145,7 @@ def test_changed_bytes_are_noticed_where_they_are(recording: Path) -> None:
     at = len(content) // 2
     content[at] ^= 1
     recording.write_bytes(bytes(content))
-    with pytest.raises(StepsError, match=r"after step [1-9]\d*: (the recording was changed|not a recording|a record)"):
+    with pytest.raises(StepsError, match=r"after step [1-9]\d*: (the recording was changed|damaged at byte|record)"):
         replay_steps(recording)
 
 
@@ -179,6 +179,7 @@ def test_a_recording_that_breaks_off_is_derived_as_far_as_it_goes(
         (b'{"timestamp": 0}\n', "not a recording of steps"),
         (msgpack.packb([zlib.crc32(b"\x01"), b"\x01"]), "not a recording of steps"),
         (msgpack.packb([0, b"\x01"]), "changed or damaged"),
+        (msgpack.packb([0, 1]), "not a recording of steps"),
     ],
 )
 def test_other_files_are_refused(
@@ -187,9 +188,24 @@ def test_other_files_are_refused(
     path = tmp_path / "file"
     path.write_bytes(content)
     assert replay(["--steps", str(path)]) == 1
-    assert words in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Error" not in err
     assert replay(["--steps", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_record_that_makes_no_sense_is_named_and_so_is_the_place_of_bytes_that_are_none(recording: Path) -> None:
+    found = records(recording)
+    write(recording, [*found[:3], ["plan", 7, 8]])
+    with pytest.raises(StepsError, match=r"before the first step: record 4 \('plan'\): makes no sense: "):
+        replay_steps(recording)
+    write(recording, found[:2])
+    size = recording.stat().st_size
+    with recording.open("ab") as file:
+        file.write(b"\x07")
+    with pytest.raises(StepsError, match=f"before the first step: damaged at byte {size}$"):
+        replay_steps(recording)
 
 
 def test_either_a_trace_or_a_recording(capsys: pytest.CaptureFixture[str]) -> None:

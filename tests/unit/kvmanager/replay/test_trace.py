@@ -54,10 +54,14 @@ def test_empty_lines_and_a_byte_order_mark_are_no_records(tmp_path: Path) -> Non
         ("timestamp", -1),
         ("timestamp", None),
         ("timestamp", "0"),
+        ("timestamp", True),
+        ("timestamp", [0]),
         ("timestamp", float("nan")),
         ("input_length", 0),
         ("input_length", 1.5),
         ("input_length", True),
+        ("input_length", None),
+        ("input_length", {}),
         ("output_length", 0),
         ("output_length", 2**24 + 1),
         ("hash_ids", [0]),
@@ -66,8 +70,11 @@ def test_empty_lines_and_a_byte_order_mark_are_no_records(tmp_path: Path) -> Non
         ("hash_ids", [0, 2**53]),
         ("block_size", 16),
         ("block_size", 512.0),
+        ("block_size", None),
         ("hash_ids", [0, "1"]),
         ("hash_ids", 7),
+        ("hash_ids", None),
+        ("hash_ids", [0, [1]]),
     ],
 )
 def test_bad_mooncake_field(tmp_path: Path, field: str, value: object) -> None:
@@ -77,11 +84,22 @@ def test_bad_mooncake_field(tmp_path: Path, field: str, value: object) -> None:
         read_trace(path)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "7", "TIMESTAMP,ContextTokens,GeneratedTokens"])
-def test_line_that_is_no_object(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[]", r" but \[\]"),
+        ("7", " but 7"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", ": Expecting value at column 1"),
+        # Of this line: the line of the file is said already.
+        ('{"timestamp": }', ": Expecting value at column 15"),
+        ('{"a":' * 100_000, ": maximum recursion depth exceeded"),
+        ('{"timestamp": ' + "9" * 5000, ": Exceeds the limit"),
+    ],
+)
+def test_line_that_is_no_object(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{line}\n")
-    with pytest.raises(TraceError, match="line 2: not a JSON object"):
+    with pytest.raises(TraceError, match=f"line 2: not a JSON object{words}"):
         read_trace(path)
 
 
