@@ -74,8 +74,11 @@ class Stack:
     """
 
     def __init__(self, config: StackConfig) -> None:
-        """Chooses the ports. Raises StackError if a port is taken, or if the gateway is not installed."""
+        """Chooses the ports. Raises StackError if a port is taken, a port file cannot be used, or the gateway is not
+        installed.
+        """
         self.config = config
+        _check_port_files(config)
         if config.gateway is not None and config.gateway.command is COMMAND and find_spec("smg") is None:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
         self._ports = HeldPorts()
@@ -258,6 +261,16 @@ class Stack:
         """Kills all at once; may be called from a signal handler while `stop` waits."""
         for child in self.children:
             child.popen.kill()
+
+
+def _check_port_files(config: StackConfig) -> None:
+    """Raises StackError if several processes would write one port file, or if it is a directory."""
+    named = [flag_value("port-file", args, {}) for args in (config.executor_args, config.manager_args)]
+    for path in filter(None, named):
+        if (writers := named.count(path) * config.replicas) > 1:
+            raise StackError(f"--port-file {path}: {writers} processes would write to it, and it is for one")
+        if Path(path).is_dir():
+            raise StackError(f"--port-file {path}: is a directory")
 
 
 def _serves(target: str, role: str, certificates: StackCertificates | None) -> bool:

@@ -105,6 +105,20 @@ def test_what_a_process_before_left_in_the_port_file_is_not_told(journal: Path, 
             stack.wait_ready(120)
 
 
+def test_a_port_file_is_for_one_process_and_no_directory(journal: Path) -> None:
+    """Both are refused before anything starts."""
+    own, folder = str(journal.with_name("ports")), str(journal.parent)
+    for args, words in (
+        ({"manager_args": [f"--port-file={own}"], "replicas": 2}, f"--port-file {own}: 2 processes would write"),
+        ({"executor_args": ["--port-file", own], "replicas": 3}, f"--port-file {own}: 3 processes would write"),
+        ({name: ["--port-file", own] for name in ("executor_args", "manager_args")}, "2 processes would write"),
+        ({"manager_args": ["--port-file", folder]}, f"--port-file {folder}: is a directory"),
+        ({"executor_args": ["--port-file", folder]}, f"--port-file {folder}: is a directory"),
+    ):
+        with pytest.raises(StackError, match=words):
+            Stack(replace(config(journal), **args))
+
+
 def test_the_part_of_a_start_that_is_under_way(journal: Path) -> None:
     with Stack(config(journal, executor="slow")) as stack:
         stack.start()
