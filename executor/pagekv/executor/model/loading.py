@@ -27,6 +27,8 @@ log = Log(__name__)
 
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch if that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# The type of layers that have the configured window; also that of layers whose types are not configured.
+_WITH_WINDOW = ("sliding_attention",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,9 @@ def memory_to_load(directory: Path) -> AbstractContextManager[None]:
 def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shards: Shards | None) -> LoadedModel:
     config = _read_config(directory)
     refuse_unsupported(directory, config)
+    text = config.get_text_config()
+    # Before the weights are read, which may take minutes.
+    window = _configured_window(directory, text)
     # RuntimeError: of a GPU that fails or a rank that is lost.
     raw = () if shards is None and torch.device(device).type == "cpu" else (RuntimeError,)
     # `without_compiler`: the functions that initialise weights load torch's compiler when they are first called.
@@ -142,7 +147,6 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
     # Without a padding token: some models search every batch for it, to warn of it, and the host then waits for the
     # device. Bypasses the checks of the configuration, because some model types want a number.
     object.__setattr__(model.config, "pad_token_id", None)
-    text = config.get_text_config()
     with _explained(directory, "compute the model", *raw), memory_to_load(directory):
         calls, vocab_size = _probe(directory, model, text)
     if vocab_size > (num_embeddings := model.get_input_embeddings().num_embeddings):
@@ -157,7 +161,7 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
         model_kv_heads=calls[0].num_kv_heads if shards is None else _num_kv_heads(text),
         scores=tuple(call.scores for call in calls),
         vocab_size=vocab_size,
-        max_model_len=_max_model_len(directory, text, [call.scores.window for call in calls]),
+        max_model_len=_max_model_len(directory, text, window, [call.scores.window for call in calls]),
         eos_token_ids=_eos_token_ids(directory, model, text, vocab_size),
     )
 
@@ -292,20 +296,22 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_La
     return calls, logits.shape[-1]
 
 
-def _configured_windows(directory: Path, text: Any) -> list[int | None]:
-    """The window of each layer, as transformers' cache reads it from the configuration. Raises ValueError for a window
-    that is no number of tokens: transformers does not check the field in families that do not declare it.
+def _configured_window(directory: Path, text: Any) -> int | None:
+    """The window of the layers that have one, as transformers' cache reads it from the configuration. Raises ValueError
+    for a window that is no number of tokens: transformers does not check the field in families that do not declare it.
     """
     field = "sliding_window" if getattr(text, "sliding_window", None) else "attention_chunk_size"
     window = getattr(text, field, None) or None
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or _WITH_WINDOW
     if window is not None and "sliding_attention" in kinds and (type(window) is not int or window < 1):
         raise ValueError(f"{directory}: {field} in config.json must be a number of tokens, got {window!r}; correct it")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return window
 
 
-def _max_model_len(directory: Path, text: Any, windows: Sequence[int | None]) -> int:
-    """The longest context that the model can serve exactly, in tokens. `windows`: of the layers' attention calls."""
+def _max_model_len(directory: Path, text: Any, window: int | None, windows: Sequence[int | None]) -> int:
+    """The longest context that the model can serve exactly, in tokens. `window`: the configured one; `windows`: of the
+    layers' attention calls.
+    """
     longest = getattr(text, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise ValueError(f"{directory}: config.json has no max_position_embeddings; add it")
@@ -318,12 +324,12 @@ def _max_model_len(directory: Path, text: Any, windows: Sequence[int | None]) ->
             original = parameters.get("original_max_position_embeddings")
             original = original or getattr(text, "original_max_position_embeddings", None) or longest
             longest = min(longest, int(original))
-    configured = _configured_windows(directory, text)
-    untold = [each for each, told in zip(configured, windows, strict=True) if each and told is None]
+    kinds = getattr(text, "layer_types", None) or _WITH_WINDOW * len(windows)
+    untold = any(kind in _WITH_WINDOW and told is None for kind, told in zip(kinds, windows, strict=True))
     # Some layers have a window in transformers' mask or cache, but do not pass it to attention. Contexts up to that
     # window are not affected by it.
-    if untold and min(untold) < longest:
-        longest = min(untold)
+    if window is not None and untold and window < longest:
+        longest = window
         log.warning(
             "the context is limited to the window of layers that do not pass it to attention",
             model_type=text.model_type,

@@ -186,11 +186,26 @@ def test_context_ends_with_a_window_that_attention_does_not_know(tmp_path: Path,
 
 @pytest.mark.parametrize("window", ["8", -1, 8.5, True])
 @pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
-def test_a_window_that_is_no_number_of_tokens_is_refused(tmp_path: Path, field: str, window: Any) -> None:
+def test_a_window_that_is_no_number_of_tokens_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, window: Any
+) -> None:
     """Of a family that has none: transformers hands on what is written."""
     save_model("llama", tmp_path)
     edit_config(tmp_path, **{field: window})
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are read"))
     with pytest.raises(ValueError, match=rf"{field} in config\.json must be a number of tokens, got {window!r}; "):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("window", ["8", -1, 8.5])
+def test_a_window_of_a_family_that_has_one_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: Any
+) -> None:
+    """By transformers or here."""
+    save_model("mistral", tmp_path)
+    edit_config(tmp_path, sliding_window=window)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(ValueError, match="sliding_window"):
         load_model(tmp_path, torch.float32)
 
 
