@@ -126,8 +126,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """NOT_FOUND. ResourceInfo has the kind and the name."""
     QUEUE_FULL: _ErrorReason.ValueType  # 4
     """RESOURCE_EXHAUSTED. A bounded queue is full: too many requests wait or too many answers are unread, of all callers
-    or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls as it may. RetryInfo has the
-    delay before the next attempt; ErrorInfo.metadata has the `limit` and the `flag` that sets it.
+    or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls or watches as it may; or
+    all callers together have as many watches as there can be. RetryInfo has the delay before the next attempt;
+    ErrorInfo.metadata has the `limit` and the `flag` that sets it.
     """
     LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
     """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant does not allow the call now.
@@ -182,8 +183,9 @@ NOT_FOUND: ErrorReason.ValueType  # 3
 """NOT_FOUND. ResourceInfo has the kind and the name."""
 QUEUE_FULL: ErrorReason.ValueType  # 4
 """RESOURCE_EXHAUSTED. A bounded queue is full: too many requests wait or too many answers are unread, of all callers
-or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls as it may. RetryInfo has the
-delay before the next attempt; ErrorInfo.metadata has the `limit` and the `flag` that sets it.
+or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls or watches as it may; or
+all callers together have as many watches as there can be. RetryInfo has the delay before the next attempt;
+ErrorInfo.metadata has the `limit` and the `flag` that sets it.
 """
 LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
 """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant does not allow the call now.

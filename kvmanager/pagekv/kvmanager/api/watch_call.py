@@ -11,6 +11,7 @@ from pagekv.common.errors import InvalidRequest, RevisionGone
 from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.log import RETRY_DELAY_S
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import operator_service_pb2 as pb
@@ -51,8 +52,8 @@ def check_watch(request: pb.WatchEventsRequest, instance_id: str) -> None:
 
 
 def open_watch(queries: EngineQueries, account: Account, context: Any, start_revision: int = 0) -> TableWatch:
-    """A watch that ends with its call and counts for its tenant. Raises LimitExceeded, and as `watch_events` does."""
-    account.check_count("max_watchers", account.watchers)
+    """A watch that ends with its call and counts for its tenant. Raises as `watch_events` does."""
+    account.check_count("max_watchers", account.watchers, retry_delay_s=RETRY_DELAY_S)
     watch = queries.watch_events(start_revision)
     account.watchers += 1
 

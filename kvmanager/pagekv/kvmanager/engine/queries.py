@@ -160,7 +160,7 @@ class EngineQueries:
         return self._state.instance_id
 
     def watch_events(self, start_revision: int = 0) -> TableWatch:
-        """A watch from now or from a revision on, to be closed. Raises LimitExceeded, RevisionGone, InvalidRequest."""
+        """A watch from now or from a revision on, to be closed. Raises Overloaded, RevisionGone, InvalidRequest."""
         if self._state.stopping:
             raise draining()
         return self.cache.log.watch(start_revision)

@@ -14,7 +14,7 @@ from support.engine.cache_harness import run_operator
 from support.engine.fake_engine import FakeEngine
 from support.event_loop import run_by, until
 
-from pagekv.common.errors import LimitExceeded, Unavailable
+from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.api.watch_call import EVENTS_AT_ONCE, MAX_EVENTS, watch_messages
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -176,7 +176,7 @@ async def test_a_watch_ends_with_what_ended_it(engine: FakeEngine, stub: Operato
     with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
         await read(call)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    engine.refusal = LimitExceeded("16 readers")
+    engine.refusal = Overloaded("16 readers", 1.0)
     with pytest.raises(grpc.aio.AioRpcError, match="16 readers") as caught:
         await read(stub.WatchEvents(pb.WatchEventsRequest()))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

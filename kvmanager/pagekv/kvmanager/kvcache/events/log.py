@@ -19,7 +19,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone
+from pagekv.common.errors import InvalidRequest, Overloaded, RevisionGone
 from pagekv.kvmanager.kvcache.events.batch import Diff, OptionalNames, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.removal_history import Removal, RemovalHistory, RemovalNote
 from pagekv.kvmanager.kvcache.events.snapshot import Snapshot, host_block, take_snapshot
@@ -28,6 +28,8 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, Names, PrefixTable
 
 MAX_WATCHES = 16
+# Seconds. A watch that is resumed may arrive before the broken one is noticed.
+RETRY_DELAY_S = 1.0
 # Changes that are kept for readers that come back: some tens of megabytes, and fewer than a watch may leave unread.
 MAX_HELD = 65_536
 
@@ -151,12 +153,12 @@ class TableLog:
 
     def watch(self, start_revision: int = 0) -> TableWatch:
         """A watch that begins with the tables as they are, or with the changes after `start_revision`. Raises
-        LimitExceeded when there are too many watches, RevisionGone when the changes are no longer held, InvalidRequest
+        Overloaded when there are too many watches, RevisionGone when the changes are no longer held, InvalidRequest
         for a revision that the tables never had.
         """
         if len(self._watches) >= MAX_WATCHES:
             words = f"{MAX_WATCHES} readers watch the prefix table, the most possible; end one"
-            raise LimitExceeded(words, limit=MAX_WATCHES)
+            raise Overloaded(words, RETRY_DELAY_S, MAX_WATCHES)
         self.step_boundary(self._step)
         if start_revision > self._revision:
             raise InvalidRequest("start_revision", f"must be at most {self._revision}, got {start_revision}")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
+from pagekv.common.errors import FellBehind, Overloaded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
@@ -122,7 +122,7 @@ class KvEventPublisher(Observer):
                         watch.close()
                 except FellBehind as error:
                     log.warning("KV events begin anew: they could not be published in time", reason=error)
-                except LimitExceeded as error:
+                except Overloaded as error:
                     log.warning("no KV events for now", reason=error)
                     await asyncio.sleep(RETRY_S)
         except Unavailable:

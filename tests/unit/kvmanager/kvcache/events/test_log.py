@@ -12,7 +12,7 @@ from support.clients.table_reader import Reader, WatchedDriver, host_table_of, t
 from support.clock import Clock
 from support.engine.cached_prefixes import ROOT, cache, evict_all, hold
 
-from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone, Unavailable
+from pagekv.common.errors import InvalidRequest, Overloaded, RevisionGone, Unavailable
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events import log as log_module
@@ -288,8 +288,10 @@ def test_readers_that_come_back_miss_nothing_or_are_told(seed: int, monkeypatch:
 def test_watches_are_limited_and_end_together() -> None:
     _, log = logged_pool()
     watches = [log.watch() for _ in range(MAX_WATCHES)]
-    with pytest.raises(LimitExceeded, match="16 readers watch"):
+    with pytest.raises(Overloaded, match="16 readers watch") as refused:
         log.watch()
+    # A watch that is resumed comes again after this time.
+    assert (refused.value.retry_delay_s, refused.value.limit) == (1.0, 16)
     watches[3].close()
     log.watch()
     log.end_watches(Unavailable("over"))
