@@ -196,8 +196,9 @@ class GetStatsResponse(google.protobuf.message.Message):
     """
     misses_never_seen_total: builtins.int
     """This and the next four fields count prompts by the reason why their first missing block missed. A prompt is counted
-    once, at its first admission; it is not counted if every block hit or if it does not read the cache. This reason:
-    the manager remembers no block with these tokens after this prefix, and no cached block begins like it.
+    once, at its first admission; it is not counted if every block hit, if a pool has the first that did not hit (a
+    step had no room to copy it), or if it does not read the cache. This reason: the manager remembers no block with
+    these tokens after this prefix, and no cached block begins like it.
     """
     misses_evicted_total: builtins.int
     """The block had been evicted."""

@@ -203,9 +203,9 @@ class BlockTables:
             return Admitted(sequence, hits, None, 0)
         self.publisher.extend_digests(sequence)
         digest, start, end = sequence.digests[hits], hits * size, (hits + 1) * size
-        in_host = end == sequence.num_tokens and self.host.lookup(digest) is not None
-        if in_host or self.pool.table.lookup(digest) is not None:
-            # The prompt's last block is cached, too; it is no hit only because one token must be computed.
+        if self.host.lookup(digest) is not None or self.pool.table.lookup(digest) is not None:
+            # Cached, but no hit: the prompt's last block, of which one token must be computed, or a block of the host
+            # pool for whose copy the step has no room.
             return Admitted(sequence, hits, None, 0)
         # A block that is not on the device has no children there.
         alike = 0 if from_host or media_keys(identity.media, start, end) else arrival.alike

@@ -95,7 +95,7 @@ class Admitted(NamedTuple):
     sequence: Seq
     # Leading blocks that hit, on the device and, after those, in the host pool.
     hit_blocks: int
-    # Digest of the first full block that was in neither; None if there is none.
+    # Digest of the first full block that did not hit; None if there is none, or a pool has that block all the same.
     missed: bytes | None
     # Leading tokens of the missed block that a cached block after the same prefix shares.
     shared_tokens: int

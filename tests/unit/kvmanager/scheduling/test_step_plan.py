@@ -7,6 +7,7 @@ from support.engine.integrity import pending
 from support.engine.scheduler_driver import Driver, expect, output
 
 from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
+from pagekv.kvmanager.scheduling.step_room import StepRoom
 
 
 def test_the_next_step_is_planned_while_one_is_in_flight() -> None:
@@ -82,6 +83,24 @@ def test_blocks_that_come_back_from_the_host_pool_are_hits(length: int, hits: in
     (found,) = plan.admitted
     assert again.sequences[0].cached_tokens == hits * 4
     assert (found.hit_blocks, found.missed, found.shared_tokens) == (hits, None, 0)
+    driver.drain()
+
+
+def test_blocks_of_the_host_pool_for_whose_copies_a_step_has_no_room_are_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such blocks are computed, and would be counted as evicted, because the device lacks them."""
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=16, write_back=True, depth=1)
+    for prompt in ([*range(12)], [*range(30, 45)], [*range(60, 75)]):
+        driver.submit(prompt, max_tokens=1)
+        driver.drain()
+    # Four for the blocks that are written back, and one for a block that returns.
+    monkeypatch.setattr(StepRoom, "copies_left", 5)
+    driver.submit([*range(13)], max_tokens=1)
+    plan = driver.plan()
+    assert plan is not None
+    (found,) = plan.admitted
+    assert (found.hit_blocks, found.missed, found.shared_tokens) == (1, None, 0)
     driver.drain()
 
 
