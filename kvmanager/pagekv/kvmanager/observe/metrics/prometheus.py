@@ -167,7 +167,9 @@ class EngineCollector(Collector):
             ("pagekv_executor_restarts_total", "Epochs after the first", stats.executor_restarts_total),
             ("pagekv_requests_total", "Requests accepted", stats.requests_total),
             ("pagekv_requests_aborted_total", "Requests aborted", stats.aborted_requests_total),
-            ("pagekv_requests_rejected_total", "Requests refused because too many wait, or too many answers are unread",
+            ("pagekv_requests_rejected_total",
+             "Requests refused because too many wait (--max-queue), too many answers are unread, or their tenant has "
+             "used up tokens_per_minute or max_waiting",
              stats.rejected_requests_total),
             ("pagekv_requests_failed_total", "Requests that the executor could not continue",
              stats.failed_requests_total),

@@ -41,6 +41,9 @@ VLLM = {"model_name": "fake", "engine": "0"}
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 LIMITS = SchedulerLimits(max_batch_tokens=64, max_running=32, watermark=0.0, prefix_cache=True)
 
+# The page that explains all metrics.
+PAGE = Path(pagekv.kvmanager.__file__).parents[3] / "docs" / "metrics.md"
+
 Value = Callable[..., float]
 
 
@@ -83,6 +86,23 @@ def test_promtool_minds_nothing_but_the_colons_of_vllms_names() -> None:
     lines = (done.stdout + done.stderr).splitlines()
     assert lines
     assert [line for line in lines if not re.fullmatch(r"vllm:\S+ metric names should not contain ':'", line)] == []
+
+
+@run_by(run)
+async def test_help_and_docs_name_every_limit_that_refuses_requests(
+    engine: EngineLoop, bench: Bench, requests: RequestMetrics
+) -> None:
+    """The limits for which `check_admissible` raises Overloaded."""
+    name = "pagekv_requests_rejected"
+    (help,) = (
+        each.documentation
+        for each in EngineCollector(engine, requests, prefix_cache=True).collect()
+        if each.name == name
+    )
+    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}_total`"))
+    for limit in ("--max-queue", "unread", "tokens_per_minute", "max_waiting"):
+        assert limit in help
+        assert limit in row
 
 
 @run_by(run)
@@ -235,8 +255,7 @@ def test_before_the_first_attachment_there_is_little_to_say() -> None:
 
 def test_every_metric_is_explained_and_every_explained_one_is_there(tmp_path: Path) -> None:
     """The table of docs/metrics.md and the registry name the same metrics, with the same labels and types."""
-    page = Path(pagekv.kvmanager.__file__).parents[3] / "docs" / "metrics.md"
-    rows = re.findall(r"^\| `([a-z:_0-9]+)(?:\{([a-z_, ]*)\})?` \| (\w+) \|", page.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z:_0-9]+)(?:\{([a-z_, ]*)\})?` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     explained = {name: (kind, set(filter(None, labels.split(", ")))) for name, labels, kind in rows}
 
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
