@@ -9,6 +9,10 @@ from pagekv.client.cli.terminal import milliseconds
 from pagekv.client.client import PageKVClient
 from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, Prompt
 
+# Least seconds between the first and the last message of which a rate is told: messages wait for each other for some
+# milliseconds.
+MEASURED_S = 0.05
+
 
 class Stopwatch:
     """Measures the times of one stream. The clock starts when the object is made."""
@@ -33,8 +37,10 @@ class Stopwatch:
         return None if self._first is None else self._first - self._start
 
     def tokens_per_s(self, completion_tokens: int) -> float | None:
-        """Tokens per second after the first chunk; None if there were none."""
-        if self._first is None or self._last <= self._first or completion_tokens <= self._first_tokens:
+        """Tokens per second after the first chunk; None if there were none, or if all came at once: a short answer, or
+        one that something on the way has held back.
+        """
+        if self._first is None or self._last - self._first < MEASURED_S or completion_tokens <= self._first_tokens:
             return None
         return (completion_tokens - self._first_tokens) / (self._last - self._first)
 

@@ -56,3 +56,13 @@ def test_rates_leave_the_first_message_out(monkeypatch: pytest.MonkeyPatch) -> N
     # The end alone, at which the clock is not even read.
     watch.see(made((), 6))
     assert (watch.ttft_s, watch.tokens_per_s(6)) == (0.5, 2.0)
+
+
+def test_tokens_that_come_at_once_have_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be thousands of tokens per second, of a model that is slow."""
+    now = iter([10.0, 15.0, 15.001])
+    monkeypatch.setattr("pagekv.client.cli.streamed_answer.time.perf_counter", lambda: next(now))
+    watch = Stopwatch()
+    watch.see(made((1,), 1))
+    watch.see(made(tuple(range(99)), 100))
+    assert (watch.ttft_s, watch.tokens_per_s(100)) == (5.0, None)
