@@ -75,6 +75,36 @@ def test_an_expert_out_of_bounds_is_written_nowhere() -> None:
     assert places.tolist() == [-1, -1]
 
 
+def test_a_sort_writes_nothing_beyond_its_memory() -> None:
+    """The last values are beyond."""
+    chosen, ends, places = torch.tensor([3, 0, 3, 2]), torch.tensor([0, 0, 0, 0, 7]), torch.tensor([-1, -1, -1, 7])
+    arguments = (chosen.data_ptr(), 3, 4, ends.data_ptr(), places.data_ptr())
+    run(expert_rows._places(), arguments, alone=True, held=(chosen, ends, places))
+    assert ends.tolist() == [1, 1, 1, 3, 7]
+    assert places.tolist() == [1, 0, 2, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thread_that_sums_alone_writes_nothing_beyond_its_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Of several threads, each would write into the sums of the next."""
+    guards: list[torch.Tensor] = []
+
+    def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        # Other values in each, in case one is copied to another.
+        memory = torch.arange(math.prod(shape) + 8).to(dtype) + 50 * len(guards)
+        guards.append(memory[-8:])
+        return memory[:-8].view(shape)
+
+    monkeypatch.setattr(expert_rows, "empty", guarded)
+    found, places, weights = torch.randn(6, 5).to(dtype), torch.randperm(6), torch.rand(3, 2)
+    summed = weighted_sums(found, places, weights)
+    expected = (found[places].double().view(3, 2, 5) * weights[..., None]).sum(1).to(dtype)
+    torch.testing.assert_close(summed, expected)
+    assert [guard.tolist() for guard in guards] == [[*range(15, 23)], [*range(55, 63)]]
+
+
 @pytest.mark.parametrize("size", [3, 48])
 @pytest.mark.parametrize(
     ("gate", "expected"),
