@@ -93,10 +93,12 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way
 def _by_loops(loaded: LoadedModel, shards: Shards | None) -> Iterator[StepForward]:
     """The compiled loops, which Numba compiles when they are first called."""
     with phase("importing Numba"):
-        from pagekv.executor.cpu.native.code_cache import when_compiled
-    when = when_compiled()
+        from pagekv.executor.cpu.native.code_cache import note_compiled, when_compiled
+    model = f"{loaded.geometry.dtype} {shards and shards.size} {loaded.model.config.to_json_string()}"
+    when = when_compiled(model)
     with phase("compiling the loops of a step" + (f", {when}" if when else "")):
         yield _loops(loaded, shards)
+    note_compiled(model)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,24 @@ def _check_room(folder: Path) -> None:
         file.write(bytes(_ROOM_BYTES))
 
 
-def when_compiled() -> str:
-    """A phrase for a user who waits for the compiler: how often that happens, and why. Empty if code has been kept
-    already; most often it is all the code that is needed.
+def when_compiled(model: str) -> str:
+    """A phrase for a user who waits for the compiler: how often that happens, and why. Empty if the loops of this model
+    were compiled before. `model`: what its loops depend on, as text.
     """
     folder = code_folder()
     if isinstance(folder, str):
         return f"at every start, because they cannot be cached: {folder}"
-    return "" if any(folder.iterdir()) else f"once: they are cached in {folder}"
+    return "" if _mark(folder, model).exists() else f"once: they are cached in {folder}"
+
+
+def note_compiled(model: str) -> None:
+    """Notes for `when_compiled` that the loops of this model are compiled."""
+    folder = code_folder()
+    if isinstance(folder, Path):
+        # Only a phrase depends on it.
+        with suppress(OSError):
+            _mark(folder, model).touch(0o600)
+
+
+def _mark(folder: Path, model: str) -> Path:
+    return folder / f"model-{hashlib.sha256(model.encode()).hexdigest()[:16]}"

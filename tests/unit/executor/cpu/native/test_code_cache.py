@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba import carray, cfunc, types
 
-from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept, when_compiled
+from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept, note_compiled, when_compiled
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +48,15 @@ def files(caches: Path) -> list[Path]:
     return [path for path in caches.rglob("*") if path.is_file()]
 
 
+def test_each_model_is_compiled_once(caches: Path) -> None:
+    once = f"once: they are cached in {code_folder()}"
+    assert when_compiled("a") == when_compiled("b") == once
+    note_compiled("a")
+    assert (when_compiled("a"), when_compiled("b")) == ("", once)
+
+
 def test_code_is_kept_and_found_again(caches: Path) -> None:
-    assert when_compiled() == f"once: they are cached in {code_folder()}"
     assert [hits(number) for number in (1, 2, 1, 2)] == [0, 0, 1, 1]
-    assert when_compiled() == ""
     assert not numba.config.CACHE_DIR
     folder = code_folder()
     assert isinstance(folder, Path)
@@ -127,4 +132,4 @@ def test_loops_run_where_code_cannot_be_kept(
     assert [record.message for record in caplog.records] == [
         "compiled loops are not cached: each start compiles them again"
     ]
-    assert when_compiled() == f"at every start, because they cannot be cached: {code_folder()}"
+    assert when_compiled("a model") == f"at every start, because they cannot be cached: {code_folder()}"
