@@ -1,4 +1,6 @@
-"""Instructions that Numba has no name for: an array at an address, a counter that threads share, bits of a number."""
+"""Instructions that Numba has no name for: an array at an address, a counter that threads share, a prefetch, bits of a
+number.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from pagekv.executor.cpu.native.vectors import LINE_BYTES, fetch
 
 
 @intrinsic
@@ -29,6 +33,17 @@ def take_ticket(_typing: Any, address: Any) -> Any:
         return builder.atomic_rmw("add", number, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+def prefetch(_typing: Any, address: Any) -> Any:
+    """Prefetches LINE_BYTES of memory at an int64 address into the second-level cache."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        fetch(builder, args[0], LINE_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 @intrinsic

@@ -26,7 +26,8 @@ class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 BFLOAT16 = _BFloat16()
 
-_LINE_BYTES = 64
+# Bytes of a line of the caches.
+LINE_BYTES = 64
 
 
 def vector_lanes() -> int:
@@ -83,7 +84,7 @@ def fetch(builder: Any, address: Any, num_bytes: int) -> None:
     prefetch = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32]), "llvm.prefetch.p0"
     )
-    for line in range(-(-num_bytes // _LINE_BYTES)):
-        place = builder.inttoptr(builder.add(address, I64(line * _LINE_BYTES)), I8.as_pointer())
+    for line in range(-(-num_bytes // LINE_BYTES)):
+        place = builder.inttoptr(builder.add(address, I64(line * LINE_BYTES)), I8.as_pointer())
         # For reading; locality 2, the second-level cache; data and not instructions.
         builder.call(prefetch, [place, I32(0), I32(2), I32(1)])

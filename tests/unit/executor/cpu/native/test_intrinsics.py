@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits, pointer, take_ticket
+from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits, pointer, prefetch, take_ticket
 
 
 @njit
@@ -18,6 +18,11 @@ def second(address: int) -> Any:
 @njit
 def three_tickets(address: int) -> Any:
     return take_ticket(address), take_ticket(address), take_ticket(address)
+
+
+@njit
+def prefetched(address: int) -> None:
+    prefetch(address)
 
 
 @njit
@@ -35,6 +40,11 @@ def test_tickets_are_numbers_in_order() -> None:
     ticket = np.array([5], np.int64)
     assert three_tickets(ticket.ctypes.data) == (5, 6, 7)
     assert ticket[0] == 8
+
+
+def test_a_prefetch_of_memory_that_is_not_there_is_no_error() -> None:
+    prefetched(8)
+    assert "prefetch" in next(iter(prefetched.inspect_asm().values()))
 
 
 def test_bits_of_a_number() -> None:
