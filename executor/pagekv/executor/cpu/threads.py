@@ -12,7 +12,7 @@ present way. This is a cumulative sum test (Page, Biometrika 41, 1954), which on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagekv.common.logs import Log
@@ -36,6 +36,9 @@ DISTURBED, WEIGHT, MOST_DISTURBED, QUANTILE, PART = 1.7, 0.2, 3.0, 0.1, 0.02
 # steps counts, and the amount that is enough to switch. Each switch raises that amount by UNREST, which decays within
 # CALM_S seconds of steps.
 MARGIN, MOST_EVIDENCE, ENOUGH, UNREST, CALM_S = 0.05, math.log(2), 1.2, 0.5, 5.0
+# A rival that takes more than CLEAR times as long misses its next turn, after a second such loss in a row 3 turns, and
+# then 7, while nothing disturbs. On a quiet machine, one thread takes nearly twice as long as two.
+CLEAR, MISSED_TURNS = 1.4, (0, 1, 3, 7)
 # Pairs of steps after which a rival that is hardly better is dropped, or adopted if it is the first way.
 MOST_PAIRS = 12
 # All steps over less context than this are of one kind.
@@ -88,6 +91,9 @@ class _Kind:
     num_pairs: int = 0
     num_trials: int = 0
     unrest: float = 0.0
+    # By rival: clear losses in a row, and turns that it still misses.
+    losses: dict[Way, int] = field(default_factory=dict)
+    missing: dict[Way, int] = field(default_factory=dict)
     # The number of the last step of this kind.
     met: int = 0
 
@@ -95,6 +101,22 @@ class _Kind:
         """Switches to another way, in which the last step took `seconds`."""
         self.way, self.since, self.pause, self.rival = way, 0, PAUSE, None
         self.average = self.undisturbed = self.last = seconds
+        self.losses.clear()
+        self.missing.clear()
+
+    def misses(self, rival: Way) -> bool:
+        """Counts a turn of this rival; whether it misses it."""
+        left = self.missing.get(rival, 0)
+        self.missing[rival] = max(0, left - 1)
+        return left > 0 and not self.disturbed
+
+    def end_trial(self, rival: Way, ratio: float) -> None:
+        """Ends a trial of a rival that was no better; its last step took `ratio` times as long as the present way."""
+        # Disturbance that no rival helps against must not cause trials again and again.
+        self.pause = min(max(PAUSE, 2 * self.pause), LONGEST_PAUSE) if self.disturbed else PAUSE
+        self.rival, self.since = None, 0
+        losses = self.losses.get(rival, 0) + 1 if ratio > CLEAR and not self.disturbed else 0
+        self.losses[rival], self.missing[rival] = losses, MISSED_TURNS[min(losses, len(MISSED_TURNS) - 1)]
 
     def add(self, seconds: float) -> None:
         """Counts a step in the present way."""
@@ -187,6 +209,9 @@ class WayChooser:
         # While other processes disturb, the first way is not tried if there are others.
         rivals = others if others and kind.disturbed and first == self._ways[0] else [first, *others]
         rival = rivals[kind.num_trials % len(rivals)]
+        if kind.misses(rival):
+            kind.since, kind.num_trials = 0, kind.num_trials + 1
+            return
         if kind.disturbed or self._credit >= seconds * max(1.0, kind.way.threads / rival.threads - 1):
             kind.rival, kind.rivals_turn, kind.evidence, kind.num_pairs = rival, True, 0.0, 0
             # While other processes disturb, one slow step of the rival may be chance.
@@ -196,8 +221,8 @@ class WayChooser:
     def _add_rival(self, kind: _Kind, rival: Way, seconds: float) -> None:
         margin = 0.0 if rival == self._ways[0] else MARGIN
         # Bounds the logarithm: no step takes less than a nanosecond.
-        ratio = math.log(max(seconds, 1e-9) / max(kind.last, 1e-9)) + margin
-        kind.evidence += max(-MOST_EVIDENCE, min(MOST_EVIDENCE, ratio))
+        ratio = max(seconds, 1e-9) / max(kind.last, 1e-9)
+        kind.evidence += max(-MOST_EVIDENCE, min(MOST_EVIDENCE, math.log(ratio) + margin))
         kind.rivals_turn = False
         kind.num_pairs += 1
         if kind.evidence >= 0:
@@ -205,9 +230,7 @@ class WayChooser:
             kind.chances -= 1
         long = kind.num_pairs >= MOST_PAIRS
         if not kind.chances or (long and rival != self._ways[0]):
-            # Disturbance that no rival helps against must not cause trials again and again.
-            kind.pause = min(max(PAUSE, 2 * kind.pause), LONGEST_PAUSE) if kind.disturbed else PAUSE
-            kind.rival, kind.since = None, 0
+            kind.end_trial(rival, ratio)
         elif long or kind.evidence <= -ENOUGH - UNREST * kind.unrest:
             self._switch(kind, rival, seconds)
 
