@@ -216,6 +216,8 @@ def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model:
 
 def _first_end(token_ids: array[int], start: int, ends: Collection[int]) -> int:
     """The first position from `start` on with one of the tokens `ends`; -1 for none. Fast for many token ids."""
+    if start >= len(token_ids):
+        return -1
     found = np.isin(np.frombuffer(token_ids, np.uint32)[start:], [*ends])
     return start + int(found.argmax()) if found.any() else -1
 
