@@ -164,7 +164,7 @@ async def test_more_bytes_than_may_wait_are_refused(it: WorkerProcess) -> None:
     begun = await hanging(it)
     waits = asyncio.create_task(it.run("render", X))
     await asyncio.sleep(0)
-    words = f"{MOST - 10} bytes wait .* with the {len(FINE)} of this text at most {MOST}"
+    words = f"{MOST - 10} bytes wait .* with the {len(FINE)} of this text the limit for all is {MOST}"
     with pytest.raises(Overloaded, match=words) as refused:
         await it.run("render", FINE)
     assert (refused.value.limit, refused.value.retry_delay_s) == (MOST, 1.0)
