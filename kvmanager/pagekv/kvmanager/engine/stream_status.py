@@ -18,7 +18,7 @@ LATER_S = 0.1
 
 
 class StreamStatus:
-    """Keeps the first status of a call, before a failed write can replace it. Used on the event loop only."""
+    """Keeps the status that the other side sent, before a failed write can replace it. Used on the event loop only."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         self._call = call
@@ -26,7 +26,7 @@ class StreamStatus:
         call.add_done_callback(self._keep)
 
     async def sent(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """The error with the status that the other side sent; `error`, which ended the call, if there is no other."""
+        """The error with the status that the other side sent. `error`, which ended the call, if none came, or OK."""
         if not _is_failed_write(error):
             return error
         if self._first is None or _is_failed_write(self._first):
@@ -36,9 +36,11 @@ class StreamStatus:
 
     def _keep(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         """Called as soon as there is a status, and so synchronous: the next callback of the loop may replace it."""
-        self._first = grpc.aio.AioRpcError(
-            _at_once(call.code()), None, _at_once(call.trailing_metadata()), _at_once(call.details())
-        )
+        if self._first is not None and not _is_failed_write(self._first):
+            return
+        code = _at_once(call.code())
+        if code is not grpc.StatusCode.OK:
+            self._first = grpc.aio.AioRpcError(code, None, _at_once(call.trailing_metadata()), _at_once(call.details()))
 
 
 def _is_failed_write(error: grpc.aio.AioRpcError) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import grpc
 import pytest
 from support.engine.fake_engine import MODEL
+from support.engine.replaced_status import OF_THE_WRITE, SENT, ReplacedStatus
 from support.event_loop import in_event_loop
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, PageKVError, StaleEpoch, Unavailable
@@ -147,6 +148,20 @@ async def test_what_ends_the_stream_says_whose_fault_it_was(end: Exception | grp
         with pytest.raises(ExecutorLost) as lost:
             link.take_result()
     assert lost.value.fault is fault
+
+
+@in_event_loop
+async def test_a_failed_write_does_not_blame_the_step_for_a_take_over() -> None:
+    link, call = ExecutorLink("localhost:1", lambda: None), ReplacedStatus()
+    reading = asyncio.create_task(link._read(cast("Any", call)))
+    await asyncio.sleep(0)
+    call.set(SENT)
+    call.set(OF_THE_WRITE)
+    await reading
+    with pytest.raises(ExecutorLost, match="Run: ABORTED: taken over") as lost:
+        link.take_result()
+    assert lost.value.fault is Fault.NONE
+    await link.close()
 
 
 def test_a_defect_in_reading_a_result_ends_the_stream_with_its_traceback_in_the_log(
