@@ -102,6 +102,7 @@ def _records(path: Path, report: StepsReport) -> Iterator[Any]:
             try:
                 expected, packed = unpacker.unpack()
                 check = zlib.crc32(packed, check)
+                record = msgpack.unpackb(packed) if check == expected else None
             except msgpack.OutOfData:
                 break
             except OSError:
@@ -112,7 +113,7 @@ def _records(path: Path, report: StepsReport) -> Iterator[Any]:
                 raise StepsError(what) from error
             if check != expected:
                 raise StepsError(f"{_after(report)}: the recording was changed or damaged here")
-            yield msgpack.unpackb(packed)
+            yield record
         report.complete = begin == path.stat().st_size
 
 

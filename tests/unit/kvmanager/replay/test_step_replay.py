@@ -206,6 +206,10 @@ def test_a_record_that_makes_no_sense_is_named_and_so_is_the_place_of_bytes_that
         file.write(b"\x07")
     with pytest.raises(StepsError, match=f"before the first step: damaged at byte {size}$"):
         replay_steps(recording)
+    # A record of bytes that are none, with the right check.
+    recording.write_bytes(msgpack.packb([zlib.crc32(b"\xc1"), b"\xc1"]))
+    with pytest.raises(StepsError, match=r"not a recording of steps$"):
+        replay_steps(recording)
 
 
 def test_either_a_trace_or_a_recording(capsys: pytest.CaptureFixture[str]) -> None:

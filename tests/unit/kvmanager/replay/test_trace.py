@@ -90,7 +90,7 @@ def test_bad_mooncake_field(tmp_path: Path, field: str, value: object) -> None:
         ("[]", r" but \[\]"),
         ("7", " but 7"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens", ": Expecting value at column 1"),
-        # Of this line: the line of the file is said already.
+        # The place within this line: the line of the file is said already.
         ('{"timestamp": }', ": Expecting value at column 15"),
         ('{"a":' * 100_000, ": maximum recursion depth exceeded"),
         ('{"timestamp": ' + "9" * 5000, ": Exceeds the limit"),
