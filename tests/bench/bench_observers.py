@@ -348,7 +348,9 @@ def _times(cost: Cost) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="only these parts, separated by commas, without all together")
+    parser.add_argument(
+        "--only", default="", help="only these parts, separated by commas, and not the run of all together"
+    )
     parser.add_argument("--turns", type=int, default=40, help="turns of 64 steps, from 10 to 120 (default: 40)")
     args = parser.parse_args()
     logging.disable(logging.WARNING)

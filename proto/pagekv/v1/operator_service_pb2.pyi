@@ -939,7 +939,7 @@ class TenantInfo(google.protobuf.message.Message):
     REFUSALS_TOTAL_FIELD_NUMBER: builtins.int
     MAX_CALLS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Its name. "*" stands for all tenants beyond the first thousand together; the file of tenants names none of them."""
+    """Its name. "*" stands for all tenants beyond the first thousand together; the tenants file names none of them."""
     weight: builtins.float
     """Its weight, 0.001 to 1000: tenants share steps and blocks in proportion to their weights."""
     max_running: builtins.int
@@ -990,7 +990,7 @@ class TenantInfo(google.protobuf.message.Message):
 
     @property
     def refusals_total(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Refused calls, by the name of the limit that refused them as in the file of tenants, such as tokens_per_minute. A
+        """Refused calls, by the name of the limit that refused them as in the tenants file, such as tokens_per_minute. A
         limit that has refused nothing is absent.
         """
 

@@ -122,14 +122,14 @@ class OperatorServiceServicer(object):
         boundaries as one batch. A reader whose stream broke continues with start_revision; it needs no snapshot as long as
         the manager keeps the changes after that revision. Errors: OUT_OF_RANGE (the changes are no longer kept: watch
         again from a snapshot), ABORTED (the reader fell too far behind: watch again from a snapshot), RESOURCE_EXHAUSTED
-        (too many watchers), UNAVAILABLE (the manager is shutting down).
+        (too many watchers; RetryInfo has a delay), UNAVAILABLE (the manager is shutting down).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """Every tenant that the file of tenants names or that has called since the manager started, by name: its limits, its
+        """Every tenant that the tenants file names or that has called since the manager started, by name: its limits, its
         use now and its totals.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

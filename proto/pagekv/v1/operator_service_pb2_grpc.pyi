@@ -64,14 +64,14 @@ class OperatorServiceStub:
     boundaries as one batch. A reader whose stream broke continues with start_revision; it needs no snapshot as long as
     the manager keeps the changes after that revision. Errors: OUT_OF_RANGE (the changes are no longer kept: watch
     again from a snapshot), ABORTED (the reader fell too far behind: watch again from a snapshot), RESOURCE_EXHAUSTED
-    (too many watchers), UNAVAILABLE (the manager is shutting down).
+    (too many watchers; RetryInfo has a delay), UNAVAILABLE (the manager is shutting down).
     """
 
     ListTenants: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.operator_service_pb2.ListTenantsRequest,
         pagekv.v1.operator_service_pb2.ListTenantsResponse,
     ]
-    """Every tenant that the file of tenants names or that has called since the manager started, by name: its limits, its
+    """Every tenant that the tenants file names or that has called since the manager started, by name: its limits, its
     use now and its totals.
     """
 
@@ -121,14 +121,14 @@ class OperatorServiceAsyncStub:
     boundaries as one batch. A reader whose stream broke continues with start_revision; it needs no snapshot as long as
     the manager keeps the changes after that revision. Errors: OUT_OF_RANGE (the changes are no longer kept: watch
     again from a snapshot), ABORTED (the reader fell too far behind: watch again from a snapshot), RESOURCE_EXHAUSTED
-    (too many watchers), UNAVAILABLE (the manager is shutting down).
+    (too many watchers; RetryInfo has a delay), UNAVAILABLE (the manager is shutting down).
     """
 
     ListTenants: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.operator_service_pb2.ListTenantsRequest,
         pagekv.v1.operator_service_pb2.ListTenantsResponse,
     ]
-    """Every tenant that the file of tenants names or that has called since the manager started, by name: its limits, its
+    """Every tenant that the tenants file names or that has called since the manager started, by name: its limits, its
     use now and its totals.
     """
 
@@ -190,7 +190,7 @@ class OperatorServiceServicer(metaclass=abc.ABCMeta):
         boundaries as one batch. A reader whose stream broke continues with start_revision; it needs no snapshot as long as
         the manager keeps the changes after that revision. Errors: OUT_OF_RANGE (the changes are no longer kept: watch
         again from a snapshot), ABORTED (the reader fell too far behind: watch again from a snapshot), RESOURCE_EXHAUSTED
-        (too many watchers), UNAVAILABLE (the manager is shutting down).
+        (too many watchers; RetryInfo has a delay), UNAVAILABLE (the manager is shutting down).
         """
 
     @abc.abstractmethod
@@ -199,7 +199,7 @@ class OperatorServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.operator_service_pb2.ListTenantsRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.operator_service_pb2.ListTenantsResponse, collections.abc.Awaitable[pagekv.v1.operator_service_pb2.ListTenantsResponse]]:
-        """Every tenant that the file of tenants names or that has called since the manager started, by name: its limits, its
+        """Every tenant that the tenants file names or that has called since the manager started, by name: its limits, its
         use now and its totals.
         """
 

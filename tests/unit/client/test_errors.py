@@ -58,7 +58,7 @@ from pagekv.kvmanager.access.refusals import WORDS, RefusalReason
             LimitExceeded,
             {"needed_blocks": 4, "available_blocks": 0, "pinned_blocks": 5, "limit": 5, "flag": "--share"},
         ),
-        (errors.LimitExceeded("watches", limit=16), LimitExceeded, {"needed_blocks": None, "limit": 16, "flag": ""}),
+        (errors.LimitExceeded("pins", limit=16), LimitExceeded, {"needed_blocks": None, "limit": 16, "flag": ""}),
         (errors.Unavailable("no executor", 3.0), Unavailable, {"retry_delay_s": 3.0, "server_version": ""}),
         (errors.Unavailable("no executor", server_version="1"), Unavailable, {"server_version": "1"}),
         (

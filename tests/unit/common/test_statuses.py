@@ -61,7 +61,7 @@ def test_a_delay_is_in_the_details(error: PageKVError) -> None:
             errors.LimitExceeded("pins", needed_blocks=3, available_blocks=0, pinned_blocks=5, limit=5, flag="--share"),
             {"needed_blocks": "3", "available_blocks": "0", "pinned_blocks": "5", "limit": "5", "flag": "--share"},
         ),
-        (errors.LimitExceeded("watches", limit=16), {"limit": "16"}),
+        (errors.LimitExceeded("pins", limit=16), {"limit": "16"}),
         (errors.Unavailable("no executor"), {}),
         (errors.Unavailable("no executor", server_version="0.1.0"), {"server_version": "0.1.0"}),
     ],

@@ -265,8 +265,9 @@ class Stack:
 
 def _check_port_files(config: StackConfig) -> None:
     """Raises StackError if several processes would write one port file, or if it is a directory."""
-    named = [flag_value("port-file", args, {}) for args in (config.executor_args, config.manager_args)]
-    for path in filter(None, named):
+    flags = [flag_value("port-file", args, {}) for args in (config.executor_args, config.manager_args)]
+    named = [os.path.abspath(path) for path in flags if path]
+    for path in named:
         if (writers := named.count(path) * config.replicas) > 1:
             raise StackError(f"--port-file {path}: {writers} processes would write to it, and it is for one")
         if Path(path).is_dir():

@@ -36,8 +36,9 @@ DISTURBED, WEIGHT, MOST_DISTURBED, QUANTILE, PART = 1.7, 0.2, 3.0, 0.1, 0.02
 # steps counts, and the amount that is enough to switch. Each switch raises that amount by UNREST, which decays within
 # CALM_S seconds of steps.
 MARGIN, MOST_EVIDENCE, ENOUGH, UNREST, CALM_S = 0.05, math.log(2), 1.2, 0.5, 5.0
-# A rival that takes more than CLEAR times as long misses its next turn, after a second such loss in a row 3 turns, and
-# then 7, while nothing disturbs. On a quiet machine, one thread takes nearly twice as long as two.
+# A clear loss: the rival took more than CLEAR times as long. After one, the rival misses 1 turn; after two in a row 3
+# turns; after more 7. While other processes disturb, it misses none. On a quiet machine, one thread takes nearly twice
+# as long as two.
 CLEAR, MISSED_TURNS = 1.4, (0, 1, 3, 7)
 # Pairs of steps after which a rival that is hardly better is dropped, or adopted if it is the first way.
 MOST_PAIRS = 12
@@ -105,7 +106,7 @@ class _Kind:
         self.missing.clear()
 
     def misses(self, rival: Way) -> bool:
-        """Counts a turn of this rival; whether it misses it."""
+        """Counts a turn of this rival. Returns whether the rival misses the turn."""
         left = self.missing.get(rival, 0)
         self.missing[rival] = max(0, left - 1)
         return left > 0 and not self.disturbed

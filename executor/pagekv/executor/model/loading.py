@@ -28,7 +28,7 @@ log = Log(__name__)
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch if that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # The type of layers that have the configured window; also that of layers whose types are not configured.
-_WITH_WINDOW = ("sliding_attention",)
+_WITH_WINDOW = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +302,8 @@ def _configured_window(directory: Path, text: Any) -> int | None:
     """
     field = "sliding_window" if getattr(text, "sliding_window", None) else "attention_chunk_size"
     window = getattr(text, field, None) or None
-    kinds = getattr(text, "layer_types", None) or _WITH_WINDOW
-    if window is not None and "sliding_attention" in kinds and (type(window) is not int or window < 1):
+    kinds = getattr(text, "layer_types", None) or [_WITH_WINDOW]
+    if window is not None and _WITH_WINDOW in kinds and (type(window) is not int or window < 1):
         raise ValueError(f"{directory}: {field} in config.json must be a number of tokens, got {window!r}; correct it")
     return window
 
@@ -324,8 +324,8 @@ def _max_model_len(directory: Path, text: Any, window: int | None, windows: Sequ
             original = parameters.get("original_max_position_embeddings")
             original = original or getattr(text, "original_max_position_embeddings", None) or longest
             longest = min(longest, int(original))
-    kinds = getattr(text, "layer_types", None) or _WITH_WINDOW * len(windows)
-    untold = any(kind in _WITH_WINDOW and told is None for kind, told in zip(kinds, windows, strict=True))
+    kinds = getattr(text, "layer_types", None) or [_WITH_WINDOW] * len(windows)
+    untold = any(kind == _WITH_WINDOW and told is None for kind, told in zip(kinds, windows, strict=True))
     # Some layers have a window in transformers' mask or cache, but do not pass it to attention. Contexts up to that
     # window are not affected by it.
     if window is not None and untold and window < longest:

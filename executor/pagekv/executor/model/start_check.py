@@ -84,8 +84,8 @@ def check_kv_memory(
     if kv_memory > most:
         each = " on each rank" if ranks > 1 else ""
         raise ValueError(
-            f"--kv-memory {kv_memory}: at most {most} bytes ({most / 2**30:.1f} GiB) are available{each}, also for the "
-            "model: give less, or 0 for a share of what is available"
+            f"--kv-memory {kv_memory}: at most {most} bytes ({most / 2**30:.1f} GiB) are available{each} for the "
+            "model and the KV cache together: give less, or 0 for a share of what is available"
         )
     # As `num_rank_kv_heads` shares heads out.
     heads = stored.num_kv_heads or stored.num_heads or 1

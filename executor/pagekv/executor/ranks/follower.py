@@ -100,7 +100,7 @@ class Follower:
                 report = RankReport(epoch.epoch, outcome.step, outcome.digest, outcome.rank_us[0])
                 self._link.send(Kind.REPORT, report.to_bytes())
             return
-        reason = f"this rank refused it: {outcome.reason}" if outcome.refusal else outcome.reason
+        reason = f"it refused the step: {outcome.reason}" if outcome.refusal else outcome.reason
         self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": outcome.step, "reason": reason})
         if outcome.lost:
             # The other ranks may wait for this one in a collective, so the group cannot continue.

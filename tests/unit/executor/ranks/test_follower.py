@@ -71,7 +71,7 @@ def test_after_a_failed_step_the_rank_waits_for_another_epoch() -> None:
         received = link.receive(TIMEOUT_S)
         assert received.kind is Kind.FAILED
         assert received.content["step"] == 2
-        assert "this rank refused it: step: must be 2" in received.content["reason"]
+        assert "it refused the step: step: must be 2" in received.content["reason"]
         link.send_json(Kind.ALLOCATE, [4, 20, 0])
         assert link.receive(TIMEOUT_S).content == {}
         assert not lost

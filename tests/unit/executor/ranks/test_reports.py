@@ -88,11 +88,11 @@ def test_a_failure_counts_once_rank_0_did_the_step() -> None:
     found = reports(1)
     found.fail(1, 4, 1, "of another epoch")
     found.add(1, RankReport(5, 1, RIGHT, 0))
-    found.fail(1, 5, 2, "it refused it")
+    found.fail(1, 5, 2, "it refused the step")
     # Rank 0 refuses step 2 as well, after it has collected the one before.
     found.settle(5, 1, RIGHT, 0)
     found.check(1)
-    with pytest.raises(RanksDiffer, match="rank 1 differs from rank 0 at step 2: it refused it"):
+    with pytest.raises(RanksDiffer, match="rank 1 differs from rank 0 at step 2: it refused the step"):
         found.settle(5, 2, RIGHT, 0)
 
 

@@ -54,6 +54,6 @@ def test_a_tenant_below_its_share_of_the_bytes_gets_in() -> None:
 def test_nothing_is_kept_of_tenants_without_jobs() -> None:
     waiting = WaitingJobs("template", 10, 100)
     for number in range(1000):
-        waiting.enter(f"t{number}", 0)
-        waiting.leave(f"t{number}", 0)
+        waiting.enter(f"t{number}", 1)
+        waiting.leave(f"t{number}", 1)
     assert len(waiting._jobs) == len(waiting._bytes) == 0

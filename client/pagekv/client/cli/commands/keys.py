@@ -67,7 +67,7 @@ def add_(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.print(key)
     terminal.note(
         f"This is the key of {args.name} ({', '.join(roles)}). It is not shown again: {args.file} has only its "
-        "SHA-256. The caller sets PAGEKV_API_KEY to it."
+        "SHA-256. The caller sets PAGEKV_API_KEY to the key."
     )
     return 0
 

@@ -64,7 +64,7 @@ def add(commands: Subparsers) -> None:
             number(0, 10),
             0.04,
             "X",
-            "memory of a request beyond that of its tokens, as a share of it, 0 to 10 [0.04]",
+            "extra memory of a request, as a share of the memory of its tokens, 0 to 10 [0.04]",
         ),
     )
     add_flags(

@@ -252,7 +252,7 @@ def without_tokenizer(config: StackConfig) -> str:
         return ""
     if flag_value("tokenizer", config.manager_args, os.environ) not in (None, "", "auto"):
         return ""
-    return f"{directory} has no {TOKENIZER}, so it can only be served token ids; name a tokenizer with --tokenizer"
+    return f"{directory} has no {TOKENIZER}, so only token ids can be served; name a tokenizer with --tokenizer"
 
 
 def _gateway(args: argparse.Namespace) -> GatewayConfig | None:

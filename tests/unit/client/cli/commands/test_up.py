@@ -127,7 +127,7 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
 def test_a_model_without_a_tokenizer_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"{tmp_path} has no tokenizer.json, so it can only be served token ids; name a tokenizer with --tokenizer"
+    words = f"{tmp_path} has no tokenizer.json, so only token ids can be served; name a tokenizer with --tokenizer"
     # No model directory at all, which the executor says.
     assert up.without_tokenizer(made("--model", str(tmp_path))) == ""
     (tmp_path / "config.json").touch()

@@ -88,7 +88,7 @@ def test_a_sort_writes_nothing_beyond_its_memory() -> None:
 def test_a_thread_that_sums_alone_writes_nothing_beyond_its_memory(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Of several threads, each would write into the sums of the next."""
+    """With several threads, each would write into the sums of the next."""
     guards: list[torch.Tensor] = []
 
     def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

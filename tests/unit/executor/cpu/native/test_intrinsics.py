@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def three_tickets(address: int) -> Any:
 
 
 @njit
-def prefetched(address: int) -> None:
+def fetched(address: int) -> None:
     prefetch(address)
 
 
@@ -43,8 +44,9 @@ def test_tickets_are_numbers_in_order() -> None:
 
 
 def test_a_prefetch_of_memory_that_is_not_there_is_no_error() -> None:
-    prefetched(8)
-    assert "prefetch" in next(iter(prefetched.inspect_asm().values()))
+    fetched(8)
+    # The instruction of x86 or of ARM.
+    assert re.search(r"\b(prefetcht1|prfm)\b", next(iter(fetched.inspect_asm().values())))
 
 
 def test_bits_of_a_number() -> None:
