@@ -22,10 +22,10 @@ def test_the_sum_is_that_of_the_counts_and_zeros_are_not_kept(changes: list[tupl
 
 
 class Unwalked(dict[str, int]):
-    def __iter__(self) -> None:  # type: ignore[override]
+    def __iter__(self) -> None:  # type: ignore[override]  # it returns nothing: it fails
         raise AssertionError("a walk over all tenants")
 
-    values = items = keys = __iter__  # type: ignore[assignment]
+    values = items = keys = __iter__  # type: ignore[assignment]  # each fails alike
 
 
 def test_no_question_walks_over_the_tenants() -> None:
