@@ -22,25 +22,25 @@ class StreamStatus:
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         self._call = call
-        self._first: grpc.aio.AioRpcError | None = None
+        self._kept: grpc.aio.AioRpcError | None = None
         call.add_done_callback(self._keep)
 
     async def sent(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
         """The error with the status that the other side sent. `error`, which ended the call, if none came, or OK."""
         if not _is_failed_write(error):
             return error
-        if self._first is None or _is_failed_write(self._first):
+        if self._kept is None or _is_failed_write(self._kept):
             await asyncio.sleep(LATER_S)
             self._keep(self._call)
-        return self._first or error
+        return self._kept or error
 
     def _keep(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         """Called as soon as there is a status, and so synchronous: the next callback of the loop may replace it."""
-        if self._first is not None and not _is_failed_write(self._first):
+        if self._kept is not None and not _is_failed_write(self._kept):
             return
         code = _at_once(call.code())
         if code is not grpc.StatusCode.OK:
-            self._first = grpc.aio.AioRpcError(code, None, _at_once(call.trailing_metadata()), _at_once(call.details()))
+            self._kept = grpc.aio.AioRpcError(code, None, _at_once(call.trailing_metadata()), _at_once(call.details()))
 
 
 def _is_failed_write(error: grpc.aio.AioRpcError) -> bool:
