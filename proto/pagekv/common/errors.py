@@ -55,8 +55,8 @@ class NotFound(PageKVError):
 
 class Overloaded(PageKVError):
     """A bounded queue is full, there are as many watches as there can be, or a tenant exceeded a rate or has as many
-    open calls or watches as it may. `limit` is the bound, and `flag` the flag that sets it. The caller may try again
-    after `retry_delay_s` seconds.
+    open calls or watches as it may. `limit` is the bound, and `flag` the flag that sets it, "" if no flag does. The
+    caller may try again after `retry_delay_s` seconds.
     """
 
     def __init__(self, message: str, retry_delay_s: float, limit: int | None = None, flag: str = "") -> None:

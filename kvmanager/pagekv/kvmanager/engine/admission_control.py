@@ -66,11 +66,12 @@ def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int
     if unread >= config.max_unread and not (tenant.name and own_unread < config.max_unread // tenants):
         _count_refusal(command, state, "max_unread")
         what = "too many" if tenant.name else unread
+        # No flag sets this bound: clients that read never reach it.
         raise Overloaded(
-            f"{what} sequences have ended that their clients have not read, at most {config.max_unread}",
+            f"{what} sequences have ended that their clients have not read, at most {config.max_unread}: read open "
+            f"streams to their ends, or cancel them",
             RETRY_DELAY_S,
             config.max_unread,
-            "--max-unread",
         )
 
 
