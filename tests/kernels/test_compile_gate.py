@@ -273,6 +273,14 @@ def test_the_table_names_every_architecture() -> None:
     assert lines[2].split()[:9] == ["pagekv_decode", "float16", "d128", "80", "86", "89", "90/91", "100", "120"]
 
 
+def test_the_tables_columns_are_as_wide_as_the_longest_kernel_and_variant() -> None:
+    todo = jobs([90], KERNELS.values(), all_variants())
+    head, *lines = table([Outcome(job, usage_of(90)) for job in todo]).splitlines()[1:]
+    cells = {(line[: head.index("variant")].strip(), line[head.index("variant") :].split("  ")[0]) for line in lines}
+    assert cells == {(job.kernel.name, job.label) for job in todo}
+    assert {len(line) for line in lines} == {len(head)}
+
+
 def test_the_cache_is_keyed_by_text_options_and_compiler(tmp_path: Path) -> None:
     cache = Cache("12.9", folder=tmp_path)
     cache.put("text", ["-a"], FINE)

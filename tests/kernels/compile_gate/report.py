@@ -57,10 +57,11 @@ def table(outcomes: Iterable[Outcome]) -> str:
     for outcome in sorted(outcomes, key=lambda outcome: outcome.job.cuda):
         rows.setdefault((outcome.job.kernel.name, outcome.job.label), []).append(outcome)
     archs = sorted({outcome.job.arch for row in rows.values() for outcome in row})
-    names = [f"sm_{arch}" for arch in archs]
+    kernels, labels = (2 + max(map(len, column)) for column in zip(("kernel", "variant"), *rows, strict=True))
+    headings = "".join(f"{f'sm_{arch}':>8}" for arch in archs)
     lines = [
-        f"{'':<58}registers on",
-        f"{'kernel':<20}{'variant':<38}" + "".join(f"{name:>8}" for name in names) + "  threads   shared  spills",
+        f"{'':<{kernels + labels}}registers on",
+        f"{'kernel':<{kernels}}{'variant':<{labels}}{headings}  threads   shared  spills",
     ]
     for (kernel, label), row in sorted(rows.items()):
         known = [outcome.usage for outcome in row if outcome.usage]
@@ -68,7 +69,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
         registers = "".join(f"{_registers(row, arch):>8}" for arch in archs)
         shared = max((usage.shared for usage in known), default=0) + dynamic
         spills = max((usage.spill_stores + usage.spill_loads for usage in known), default=0)
-        lines.append(f"{kernel:<20}{label:<38}{registers}{threads:>9}{shared:>9}{spills:>8}")
+        lines.append(f"{kernel:<{kernels}}{label:<{labels}}{registers}{threads:>9}{shared:>9}{spills:>8}")
     return "\n".join(lines)
 
 
