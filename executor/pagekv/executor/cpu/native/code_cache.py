@@ -30,6 +30,9 @@ log = Log(__name__)
 # Room for the code of all loops of a model, with some to spare: the demo model's takes 1 MB.
 _ROOM_BYTES = 4 * 2**20
 
+# Folders whose loops could not be kept since `note_compiled` was last called.
+_not_kept: list[Path] = []
+
 
 def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
     """`compile(work, cache=True)`, which loads the code that an earlier process kept, or compiles and keeps it. If no
@@ -40,8 +43,7 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
     if isinstance(folder, str):
         return compile(work, cache=False)
     values = [cell.cell_contents for cell in work.__closure__ or ()]
-    key = repr((values, cpu_target.target_context.codegen().magic_tuple()))
-    own = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    own = folder / _digest(values)
     before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(own)
     try:
         return compile(work, cache=True)
@@ -50,6 +52,7 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
         first_line = str(error).partition("\n")[0]
         log.warning("compiled loops are not cached", folder=str(own), error=f"{type(error).__name__}: {first_line}")
         shutil.rmtree(own, ignore_errors=True)
+        _not_kept.append(own)
         return compile(work, cache=False)
     finally:
         numba.config.CACHE_DIR = before
@@ -90,7 +93,7 @@ def _check_room(folder: Path) -> None:
 
 def when_compiled(model: str) -> str:
     """A phrase for a user who waits for the compiler: how often that happens, and why. Empty if the loops of this model
-    were compiled before. `model`: what its loops depend on, as text.
+    were compiled and kept before, for a processor like this one. `model`: what its loops depend on, as text.
     """
     folder = code_folder()
     if isinstance(folder, str):
@@ -99,13 +102,24 @@ def when_compiled(model: str) -> str:
 
 
 def note_compiled(model: str) -> None:
-    """Notes for `when_compiled` that the loops of this model are compiled."""
+    """Notes for `when_compiled` that the loops of this model are compiled, and whether all of them are kept."""
     folder = code_folder()
     if isinstance(folder, Path):
+        mark = _mark(folder, model)
         # Only a phrase depends on it.
         with suppress(OSError):
-            _mark(folder, model).touch(0o600)
+            if _not_kept:
+                mark.unlink(missing_ok=True)
+            else:
+                mark.touch(0o600)
+    _not_kept.clear()
 
 
 def _mark(folder: Path, model: str) -> Path:
-    return folder / f"model-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
+    return folder / f"model-{_digest(model)}"
+
+
+def _digest(what: object) -> str:
+    """A name for something compiled for this processor: homes are shared between machines."""
+    key = repr((what, cpu_target.target_context.codegen().magic_tuple()))
+    return hashlib.sha256(key.encode()).hexdigest()[:16]

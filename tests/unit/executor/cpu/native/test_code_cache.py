@@ -12,7 +12,9 @@ import numba
 import numpy as np
 import pytest
 from numba import carray, cfunc, types
+from numba.core.registry import cpu_target
 
+from pagekv.executor.cpu.native import code_cache
 from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept, note_compiled, when_compiled
 
 
@@ -20,6 +22,7 @@ from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept, not
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(code_cache, "_not_kept", [])
     code_folder.cache_clear()
     yield tmp_path
     code_folder.cache_clear()
@@ -53,6 +56,33 @@ def test_each_model_is_compiled_once(caches: Path) -> None:
     assert when_compiled("a") == when_compiled("b") == once
     note_compiled("a")
     assert (when_compiled("a"), when_compiled("b")) == ("", once)
+
+
+def test_each_kind_of_processor_compiles_once(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with different processors share a home."""
+    note_compiled("a")
+    assert [hits(1), hits(1)] == [0, 1]
+    codegen = type(cpu_target.target_context.codegen())
+    monkeypatch.setattr(codegen, "magic_tuple", lambda self: ("another", "processor"))
+    assert when_compiled("a") == f"once: they are cached in {code_folder()}"
+    assert hits(1) == 0
+    note_compiled("a")
+    assert when_compiled("a") == ""
+
+
+def test_code_that_could_not_be_kept_is_compiled_again(caches: Path) -> None:
+    """As after a crash, or on a disk that fills up: the next start says again that it compiles, and why."""
+    note_compiled("a")
+    hits(1)
+    for path in files(caches):
+        if path.suffix == ".nbi":
+            path.write_bytes(b"")
+    assert hits(1) == 0
+    note_compiled("a")
+    assert when_compiled("a") == f"once: they are cached in {code_folder()}"
+    assert hits(1) == 0
+    note_compiled("a")
+    assert when_compiled("a") == ""
 
 
 def test_code_is_kept_and_found_again(caches: Path) -> None:
