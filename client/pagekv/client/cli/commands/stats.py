@@ -64,7 +64,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
         "KV pool": [
             ("blocks", f"{now.num_device_blocks} of {now.block_size} tokens"),
             ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {filled}{pressure}"),
-            ("pinned", f"{now.pinned_blocks} by {now.pins} pins"),
+            ("pinned", f"{now.pinned_blocks} by {_count(now.pins, 'pin')}"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
             ("evicted", f"{now.evicted_blocks_total}"),
             ("host pool", f"{now.num_host_blocks} blocks, {now.host_held_blocks} held by preempted sequences, "
@@ -82,15 +82,17 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
             ("hash alarms", f"{now.hash_alarms_total} digests that stood for other tokens (collision, faulty memory)"),
         ],
         "load": [
-            ("sequences", f"{now.running_sequences} running, {now.waiting_sequences} waiting"),
+            ("sequences", f"{now.running_sequences} running, {now.waiting_sequences} waiting"
+                          + (f", {now.unread_sequences} ended and unread" if now.unread_sequences else "")),
             ("requests", f"{now.requests_total}, {now.aborted_requests_total} aborted, "
                          f"{now.rejected_requests_total} refused, {now.failed_requests_total} failed"),
             ("generated", f"{now.generated_tokens_total} tokens"),
             ("computed", f"{now.computed_tokens_total} tokens in {now.steps_total} steps"),
             ("preemptions", f"{now.preemptions_total}, {now.swap_preemptions_total} of them by swap"),
             ("executor", ("attached" if now.executor_attached else "NOT ATTACHED")
-                         + (f", {now.executor_threads} threads" if now.executor_threads else "")
-                         + f", busy {busy / max(busy + idle, 1):.1%}, {now.executor_restarts_total} restarts"),
+                         + (f", {_count(now.executor_threads, 'thread')}" if now.executor_threads else "")
+                         + f", busy {busy / max(busy + idle, 1):.1%}"
+                         + f", {_count(now.executor_restarts_total, 'restart')}"),
             *([("CUDA graphs", graphs_text(now.executor_graphs, now.executor_failed_graphs))]
               if now.executor_graphs or now.executor_failed_graphs else []),
             *([("ranks", ranks_text(now.executor_rank_us, now.executor_rank_differences_total))]
@@ -98,6 +100,10 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
         ],
     }  # fmt: skip  # laid out as a table
     return "\n".join(f"{terminal.bold(name)}\n{table(rows, indent='  ')}" for name, rows in groups.items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def graphs_text(recorded: int, failed: int) -> str:
@@ -114,5 +120,5 @@ def ranks_text(rank_us: Sequence[int], differences: int) -> str:
     times = " ".join(f"{us / 1e3:.2f}" for us in rank_us)
     slowest = max(range(len(rank_us)), key=rank_us.__getitem__)
     skew = (max(rank_us) - min(rank_us)) / 1e3
-    differed = f", differed {differences} times" if differences else ""
+    differed = f", differed {_count(differences, 'time')}" if differences else ""
     return f"{len(rank_us)}: {times} ms a step, rank {slowest} the slowest, skew {skew:.2f} ms{differed}"

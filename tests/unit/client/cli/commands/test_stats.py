@@ -64,12 +64,22 @@ def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsy
         "20 blocks, 22 held by preempted sequences, 21 cached, 27 evicted",
         "5 never seen, 4 evicted, 3 cleared, 2 diverged, 1 partial tail",
         "200, 100 of them cached",
-        "attached, 2 threads, busy 75.0%",
+        "attached, 2 threads, busy 75.0%, 0 restarts\n",
+        "0 running, 0 waiting, 3 ended and unread\n",
     ):
         assert words in out
     server.expect("GetStats", STATS)
     assert main(["stats", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefix_hit_rate"] == 0.5
+
+
+def test_one_of_a_kind_is_told_as_one(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"pins": 1, "executor_threads": 1, "executor_restarts_total": 1, "executor_rank_differences_total": 1}
+    server.expect("GetStats", operator_pb.GetStatsResponse(**one, executor_rank_us=[1]))  # type: ignore[arg-type]  # by name
+    assert main(["stats"]) == 0
+    out = capsys.readouterr().out
+    for words in ("by 1 pin\n", ", 1 thread, ", ", 1 restart\n", ", differed 1 time\n"):
+        assert words in out
 
 
 def test_stats_warn_of_a_pool_with_nothing_to_evict(
