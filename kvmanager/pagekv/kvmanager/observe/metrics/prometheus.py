@@ -159,7 +159,7 @@ class EngineCollector(Collector):
              stats.executor_idle_us_total * 1e-6),
             ("pagekv_executor_threads", "Threads of the executor's latest step; 0: unknown", stats.executor_threads),
             ("pagekv_executor_rank_step_seconds", "Work of each rank on a step, without waiting for others",
-             ("rank", {str(rank): us * 1e-6 for rank, us in enumerate(stats.executor_rank_us)})),
+             ("rank", {str(rank): us / 1e6 for rank, us in enumerate(stats.executor_rank_us)})),
             ("pagekv_executor_rank_differences_total", "Epochs that ended because ranks differed",
              stats.executor_rank_differences_total),
             ("pagekv_executor_graphs", "Shapes of steps, by whether they were recorded as CUDA graphs",
