@@ -173,6 +173,17 @@ def test_no_text_is_shown_that_was_not_asked_for(site: Site) -> None:
     assert "beginning" not in site.browser.text("#inspector-body")
 
 
+def test_the_ids_at_the_left_of_a_large_map_have_room(site: Site) -> None:
+    fits = (
+        "return import('/page/grid.js').then(({ Grid }) => [100000, 100001, 1048576].map((count) => {"
+        "  const context = document.createElement('canvas').getContext('2d');"
+        "  context.font = `11px ${getComputedStyle(document.body).fontFamily}`;"
+        "  return context.measureText(count - 1).width + 9 <= new Grid(count, 800, 600, 1).left;"
+        "}))"
+    )
+    assert site.browser.run(fits) == [True, True, True]
+
+
 def test_a_request_lights_its_blocks_in_order(site: Site) -> None:
     with site.client.stream(TEXT, max_tokens=1500, ignore_eos=True, request_id="lit") as stream:
         next(iter(stream))
@@ -282,22 +293,30 @@ def test_tenants_are_shown_where_there_are_some(site: Site) -> None:
     wait(lambda: site.browser.run("return document.getElementById('tenants').hidden"))
 
 
-def test_ranks_are_shown_by_their_work_where_there_are_some(site: Site) -> None:
+def test_ranks_are_shown_with_their_work_where_there_are_some(site: Site) -> None:
     assert site.browser.run("return document.getElementById('ranks').hidden")
     # Shown and looked at at once: the manager may tell meanwhile that there are none.
     look = (
         "pagekv.ranks.show(arguments[0]);"
         f"return [{seen('ranks')},"
         "        Array.from(document.querySelectorAll('#rank-list li'), (row) => row.innerText),"
-        "        document.documentElement.scrollWidth <= innerWidth]"
+        "        document.documentElement.scrollWidth <= innerWidth,"
+        "        Array.from(document.querySelectorAll('#rank-list .bar span'), (bar) => bar.style.width)]"
     )
-    text, rows, _ = site.browser.run(look, [1500, 2250, 900])
+    text, rows, _, bars = site.browser.run(look, [1500, 2250, 900])
     assert "rank 1 the slowest, skew 1.4 ms" in text
     assert [" ".join(row.split()) for row in rows] == [
-        "rank 1 2.3 ms a step", "rank 0 1.5 ms a step", "rank 2 900 µs a step"
+        "rank 0 1.5 ms a step", "rank 1 2.3 ms a step", "rank 2 900 µs a step"
     ]  # fmt: skip  # several entries a line
-    text, _, fits = site.browser.run(look, [1000 + rank for rank in range(64)])
+    assert bars == ["66.6667%", "100%", "40%"]
+    text, rows, fits, _ = site.browser.run(look, [1000 + rank for rank in range(64)])
     assert "the slowest 16 of 64, rank 63 the slowest, skew 63 µs" in text
+    assert [row.split()[1] for row in rows] == [str(rank) for rank in range(48, 64)]
+    # A phone has one column, which begins with the map.
+    site.browser.look(390, 844)
+    site.browser.settle()
+    above = "return document.getElementById('ranks').offsetTop > document.getElementById('device').offsetTop"
+    assert site.browser.run(f"pagekv.ranks.show([7, 9]); {above}")
     assert fits
     # As the manager tells it, there are none.
     site.client.generate(TEXT, max_tokens=4, ignore_eos=True)

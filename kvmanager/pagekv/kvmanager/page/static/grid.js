@@ -1,7 +1,9 @@
 // The places of the blocks' cells. All lengths are device pixels, so that cells are sharp.
 
 const LARGEST = 26;
+// The width of ids of up to five digits at the left, and of each further digit.
 const LABELS = 46;
+const DIGIT = 7;
 
 export class Grid {
   // The largest cells with which `count` blocks fit into `width` and, if possible, into `height`.
@@ -9,7 +11,8 @@ export class Grid {
     this.count = count;
     this.ratio = ratio;
     // Ids at the left are shown only if there are many blocks and enough room.
-    this.left = width > 560 * ratio && count > 60 ? Math.round(LABELS * ratio) : 0;
+    const labels = LABELS + DIGIT * Math.max(0, String(count - 1).length - 5);
+    this.left = width > 560 * ratio && count > 60 ? Math.round(labels * ratio) : 0;
     const room = width - this.left;
     let cell = Math.round(LARGEST * ratio);
     while (cell > 1 && Math.ceil(count / this.columnsOf(cell, room)) * cell > height) cell--;
