@@ -215,7 +215,7 @@ def test_a_forced_reset_preempts_and_no_stream_notices(capsys: pytest.CaptureFix
                 )
                 status, out, err = await type_in(stack, "reset-cache", "--force")
                 assert (status, err) == (0, "")
-                assert out.endswith(" blocks removed; 1 sequences preempted, 0 pins ended\n")
+                assert out.endswith(" blocks removed; 1 sequence preempted, 0 pins ended\n")
                 await stack.gate.pass_through(8, caller)
                 for _ in range(4):
                     with pytest.raises(FailedPrecondition):

@@ -162,6 +162,11 @@ def _broken(row: Sequence[str], room: int) -> list[list[str]]:
     return [[*row[:-1], first], *([*[""] * (len(row) - 1), line] for line in more)]
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, such as 1 pin or 3 pins."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def milliseconds(seconds: float | None) -> str:
     """Milliseconds as text, such as 3.2 ms or 120 ms; a dash for None."""
     if seconds is None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from support.terminal import TerminalStream
 
-from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command, table
+from pagekv.client.cli.terminal import Terminal, counted, milliseconds, pagekv_command, table
 
 
 def on(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, err: io.StringIO, **env: str) -> Terminal:
@@ -78,6 +78,7 @@ def test_tables_and_times() -> None:
     assert [milliseconds(s) for s in (None, 0.0001234, 0.00123, 0.123, 12.3)] == [
         "-", "0.12 ms", "1.2 ms", "123 ms", "12300 ms",
     ]  # fmt: skip  # several entries a line: one each would fill a screen
+    assert [counted(number, "pin") for number in range(3)] == ["0 pins", "1 pin", "2 pins"]
 
 
 @pytest.mark.parametrize(

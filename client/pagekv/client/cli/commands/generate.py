@@ -8,7 +8,7 @@ from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import Subparsers, add_command, add_identity, add_prompt, read_prompt
 from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of
 from pagekv.client.cli.streamed_answer import stream_to, summary, times
-from pagekv.client.cli.terminal import Terminal
+from pagekv.client.cli.terminal import Terminal, counted
 from pagekv.client.client import PageKVClient
 from pagekv.client.generation_types import Completion, GenerateOptions, Prompt
 
@@ -65,7 +65,7 @@ def headline(completion: Completion) -> str:
     is known.
     """
     count = completion.completion_tokens
-    parts = [f"{count} token{'s' * (count != 1)}", completion.finish_reason]
+    parts = [counted(count, "token"), completion.finish_reason]
     if completion.preemptions:
         parts.append(f"preempted {times(completion.preemptions)}")
     if completion.cumulative_logprob is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
-from pagekv.client.cli.terminal import Terminal, table
+from pagekv.client.cli.terminal import Terminal, counted, table
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.planning import kv_budget, kv_geometry
 from pagekv.client.planning.kv_geometry import DTYPE_BYTES, KvGeometry
@@ -304,21 +304,21 @@ def size_text(num_bytes: int) -> str:
 def _model_text(plan: _Plan) -> str:
     geometry, shard, block_size, tp = plan.geometry, plan.shard, plan.block_size, plan.tp
     token, rank_token = kv_budget.bytes_per_token(geometry), kv_budget.bytes_per_token(geometry, shard.kv_heads)
-    heads = _count(geometry.kv_heads, "KV head")
+    heads = counted(geometry.kv_heads, "KV head")
     rows = [
-        ("model", f"{_count(geometry.layers, 'layer')}, {heads} of {geometry.head_size}, {geometry.dtype}, "
+        ("model", f"{counted(geometry.layers, 'layer')}, {heads} of {geometry.head_size}, {geometry.dtype}, "
                   f"context {geometry.context}"),
         ("a token", size_text(token)),
     ]  # fmt: skip  # laid out as a table
     if tp > 1:
         rows += [
-            ("ranks", f"{tp}, {_count(shard.kv_heads, 'KV head')} on each ({shard.sharding})"),
+            ("ranks", f"{tp}, {counted(shard.kv_heads, 'KV head')} on each ({shard.sharding})"),
             ("a token on a rank", size_text(rank_token)),
         ]
     rows += [
-        ("a block" + " on a rank" * (tp > 1), f"{size_text(block_size * rank_token)}, {_count(block_size, 'token')}"),
-        ("a full sequence", f"{_count(kv_budget.blocks_for(geometry.context, block_size), 'block')}"),
-        ("tail waste", f"at most {_count(block_size - 1, 'token')} of a sequence"),
+        ("a block" + " on a rank" * (tp > 1), f"{size_text(block_size * rank_token)}, {counted(block_size, 'token')}"),
+        ("a full sequence", f"{counted(kv_budget.blocks_for(geometry.context, block_size), 'block')}"),
+        ("tail waste", f"at most {counted(block_size - 1, 'token')} of a sequence"),
     ]
     return table(rows)
 
@@ -372,25 +372,21 @@ def _waste_text(wasted: kv_budget.Waste, context: int) -> str:
 
 def _saving_text(plan: _Plan, saving: kv_budget.PrefixSaving) -> str:
     rows = [
-        ("requests", f"{saving.requests} with {_count(saving.prefix_tokens, 'token')} in common"),
-        ("apart", _count(saving.blocks_unshared, "block")),
-        ("shared", f"{_count(saving.blocks_shared, 'block')}, {saving.saved:.1%} saved"),
+        ("requests", f"{saving.requests} with {counted(saving.prefix_tokens, 'token')} in common"),
+        ("apart", counted(saving.blocks_unshared, "block")),
+        ("shared", f"{counted(saving.blocks_shared, 'block')}, {saving.saved:.1%} saved"),
     ]
     if saving.tail_tokens and saving.requests > 1:
         aligned = saving.prefix_tokens - saving.tail_tokens + plan.block_size
         rows += [
             (f"why not {saving.saved_if_tail_were_shared:.1%}",
-             f"{_count(saving.full_blocks, 'full block')} for all, but the prefix ends "
-             f"{_count(saving.tail_tokens, 'token')} into the next: each request writes that block itself"),
+             f"{counted(saving.full_blocks, 'full block')} for all, but the prefix ends "
+             f"{counted(saving.tail_tokens, 'token')} into the next: each request writes that block itself"),
             ("aligned", f"a prefix of {aligned} tokens would save {saving.saved_if_tail_were_shared:.1%}"),
         ]  # fmt: skip  # laid out as a table
     if plan.sharing is not None and plan.sharing_tables is not None:
         rows += [
-            ("fits", f"{_count(plan.sharing, 'request')} of {plan.geometry.context} tokens, the prefix held once"),
+            ("fits", f"{counted(plan.sharing, 'request')} of {plan.geometry.context} tokens, the prefix held once"),
             ("tables", f"{size_text(plan.sharing_tables)} of block tables for them, on top"),
         ]
     return table(rows, indent="  ")
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

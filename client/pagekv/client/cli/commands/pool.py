@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, get_args
 from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.parser import Subparsers
 from pagekv.client.cli.query import Shown, add_query
-from pagekv.client.cli.terminal import Terminal, table
+from pagekv.client.cli.terminal import Terminal, counted, table
 from pagekv.client.client import PageKVClient
 from pagekv.client.types import BlockList, BlockState, RequestList
 from pagekv.common.flags import integer
@@ -89,8 +89,11 @@ def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Termin
 
 def reset_cache(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     reset = client.reset_prefix_cache(force=args.force)
-    also = f"; {reset.preempted_sequences} sequences preempted, {reset.ended_pins} pins ended" if args.force else ""
-    return Shown(reset, f"{reset.removed_blocks} blocks removed{also}")
+    also = ""
+    if args.force:
+        preempted = counted(reset.preempted_sequences, "sequence")
+        also = f"; {preempted} preempted, {counted(reset.ended_pins, 'pin')} ended"
+    return Shown(reset, f"{counted(reset.removed_blocks, 'block')} removed{also}")
 
 
 def abort(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

@@ -9,7 +9,7 @@ from pagekv.client.cli.commands import top
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.keypress import pause
 from pagekv.client.cli.parser import Subparsers, add_command
-from pagekv.client.cli.terminal import Terminal, table
+from pagekv.client.cli.terminal import Terminal, counted, table
 from pagekv.client.types import Stats
 from pagekv.common.flags import number
 
@@ -64,7 +64,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
         "KV pool": [
             ("blocks", f"{now.num_device_blocks} of {now.block_size} tokens"),
             ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {filled}{pressure}"),
-            ("pinned", f"{now.pinned_blocks} by {_count(now.pins, 'pin')}"),
+            ("pinned", f"{now.pinned_blocks} by {counted(now.pins, 'pin')}"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
             ("evicted", f"{now.evicted_blocks_total}"),
             ("host pool", f"{now.num_host_blocks} blocks, {now.host_held_blocks} held by preempted sequences, "
@@ -90,9 +90,9 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
             ("computed", f"{now.computed_tokens_total} tokens in {now.steps_total} steps"),
             ("preemptions", f"{now.preemptions_total}, {now.swap_preemptions_total} of them by swap"),
             ("executor", ("attached" if now.executor_attached else "NOT ATTACHED")
-                         + (f", {_count(now.executor_threads, 'thread')}" if now.executor_threads else "")
+                         + (f", {counted(now.executor_threads, 'thread')}" if now.executor_threads else "")
                          + f", busy {busy / max(busy + idle, 1):.1%}"
-                         + f", {_count(now.executor_restarts_total, 'restart')}"),
+                         + f", {counted(now.executor_restarts_total, 'restart')}"),
             *([("CUDA graphs", graphs_text(now.executor_graphs, now.executor_failed_graphs))]
               if now.executor_graphs or now.executor_failed_graphs else []),
             *([("ranks", ranks_text(now.executor_rank_us, now.executor_rank_differences_total))]
@@ -100,10 +100,6 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
         ],
     }  # fmt: skip  # laid out as a table
     return "\n".join(f"{terminal.bold(name)}\n{table(rows, indent='  ')}" for name, rows in groups.items())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def graphs_text(recorded: int, failed: int) -> str:
@@ -120,5 +116,5 @@ def ranks_text(rank_us: Sequence[int], differences: int) -> str:
     times = " ".join(f"{us / 1e3:.2f}" for us in rank_us)
     slowest = max(range(len(rank_us)), key=rank_us.__getitem__)
     skew = (max(rank_us) - min(rank_us)) / 1e3
-    differed = f", differed {_count(differences, 'time')}" if differences else ""
+    differed = f", differed {counted(differences, 'time')}" if differences else ""
     return f"{len(rank_us)}: {times} ms a step, rank {slowest} the slowest, skew {skew:.2f} ms{differed}"
