@@ -7,7 +7,13 @@ import signal
 import time
 
 from pagekv.client.cli.commands.generate import stream_text
-from pagekv.client.cli.commands.up import add_stack_flags, stack_config, wait_ready, without_tokenizer
+from pagekv.client.cli.commands.up import (
+    add_stack_flags,
+    oracle_without_tokenizer,
+    stack_config,
+    wait_ready,
+    without_tokenizer,
+)
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command
 from pagekv.client.cli.stack_announcement import describe
 from pagekv.client.cli.streamed_answer import stream_to
@@ -65,6 +71,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Raises PageKVError unless every prompt got text and the second run of the long prompt hit the cache."""
     begun = time.monotonic()
     config = stack_config(args, terminal)
+    if words := oracle_without_tokenizer(config.executor_args, config.manager_args):
+        raise UsageError(f"the demo shows text, which needs {words}")
     if words := without_tokenizer(config):
         raise UsageError(f"the demo shows text: {words}")
     stack = Stack(config)

@@ -7,7 +7,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -219,11 +219,8 @@ def _check_gateway(
             raise UsageError(
                 f"--gateway: the gateway has neither TLS nor a login: leave --host at loopback, or {_ACCEPT}"
             )
-    if is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
-        raise UsageError(
-            "--gateway needs a tokenizer, and --backend oracle has none: add --tokenizer demo, or --model demo to use "
-            "its vocabulary and context too"
-        )
+    if words := oracle_without_tokenizer(executor_args, manager_args):
+        raise UsageError(f"--gateway needs {words}")
 
 
 def _certificates(directory: Path, identities: str | None) -> StackCertificates:
@@ -241,6 +238,16 @@ def _certificates(directory: Path, identities: str | None) -> StackCertificates:
     except InvalidRequest as error:
         raise UsageError(f"--certs: {error.description}; pagekv certs {directory} makes what is missing") from error
     return found
+
+
+def oracle_without_tokenizer(executor_args: Sequence[str], manager_args: Sequence[str]) -> str:
+    """Words about the tokenizer that an oracle without a model lacks; else empty."""
+    if not is_bare_oracle(executor_args, os.environ) or tokenizer_name(manager_args, os.environ) is not None:
+        return ""
+    return (
+        "a tokenizer, and --backend oracle has none: add --tokenizer demo, or --model demo to use its vocabulary and "
+        "context too"
+    )
 
 
 def without_tokenizer(config: StackConfig) -> str:

@@ -11,11 +11,24 @@ from support.clients.scripted_server import ScriptedServer, chunk, complete
 
 from pagekv.client import PageKVClient
 from pagekv.client.cli.commands import demo
-from pagekv.client.cli.main import make_parser
+from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
+
+
+def test_an_oracle_without_a_tokenizer_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["demo", "--backend", "oracle"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith(
+            "pagekv: the demo shows text, which needs a tokenizer, and --backend oracle has none: add --tokenizer demo"
+        )
+    )
 
 
 @pytest.mark.parametrize(
