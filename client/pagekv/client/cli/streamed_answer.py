@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pagekv.client.cli.terminal import milliseconds
+from pagekv.client.cli.terminal import counted, milliseconds
 from pagekv.client.client import PageKVClient
 from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, Prompt
 
@@ -61,7 +61,7 @@ def summary(completion: Completion, watch: Stopwatch) -> str:
     """One line: tokens, cached tokens, time to first token, rate, preemptions and resumptions."""
     rate = watch.tokens_per_s(completion.completion_tokens)
     parts = [
-        f"{completion.prompt_tokens} prompt tokens ({completion.cached_tokens} cached)",
+        f"{counted(completion.prompt_tokens, 'prompt token')} ({completion.cached_tokens} cached)",
         f"{completion.completion_tokens} generated",
         f"TTFT {milliseconds(watch.ttft_s)}",
     ]
