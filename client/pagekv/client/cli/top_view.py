@@ -141,9 +141,10 @@ class TopFrame:
         ]
         if ranks := stats.executor_rank_us:
             # One line, whatever the number of ranks: a step waits for the slowest rank.
-            which = f"rank {max(range(len(ranks)), key=ranks.__getitem__)} of {len(ranks)}"
+            slowest = max(range(len(ranks)), key=ranks.__getitem__)
             skew = milliseconds((max(ranks) - min(ranks)) / 1e6)
-            rows.append(("slowest rank", milliseconds(max(ranks) / 1e6), which, f"{skew} skew"))
+            which = f"rank {slowest}, skew {skew}"
+            rows.append(("slowest rank", milliseconds(max(ranks) / 1e6), which, f"of {len(ranks)} ranks"))
         for name, value, drawn, beside in rows:
             cells = [Text(name, "dim"), Text(value, "bold", justify="right")]
             cells += [Text(drawn.rjust(SPARKS), _HELD)] if width >= _NARROW else []

@@ -63,9 +63,9 @@ def test_a_group_of_ranks_shows_the_slowest() -> None:
     of_one = drawn([rates_between(None, look(0.0))], look(0.0))
     plain = look(0.0)
     state = replace(plain, stats=replace(plain.stats, executor_rank_us=(9000, 12_500, 8000)))
-    lines = drawn([rates_between(None, state)], state)
-    (line,) = [line for line in lines if "slowest rank" in line]
-    assert line.split() == ["slowest", "rank", "12.5", "ms", "rank", "1", "of", "3", "4.5", "ms", "skew"]
+    for width, beside in ((100, "of 3 ranks"), (60, "")):
+        (line,) = [line for line in drawn([rates_between(None, state)], state, width) if "slowest rank" in line]
+        assert line.split() == f"slowest rank 12.5 ms rank 1, skew 4.5 ms {beside}".split()
     assert not any("slowest rank" in line for line in of_one)
 
 
