@@ -49,7 +49,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
     with phase("importing torch and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers
 
-        import_transformers(whole=world.size > 1)
+        import_transformers(distributed=world.size > 1)
         from pagekv.executor.cpu.backend import CpuBackend
 
     shards = _shards(world, lost)
@@ -127,7 +127,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World, 
     with phase("importing torch, CuPy and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers
 
-        import_transformers(whole=world.size > 1)
+        import_transformers(distributed=world.size > 1)
         from pagekv.executor.cuda.backend import CudaBackend
         from pagekv.executor.cuda.device import CudaDevice
         from pagekv.kernels.cupy_launcher import GpuUnavailable

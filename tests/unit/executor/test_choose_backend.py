@@ -75,7 +75,7 @@ def test_ranks_on_cpus_share_the_memory_of_their_machine_and_limit_waits_once_lo
         done.append((shards.rank, shards.size, threads, shards.limit_s))
 
     monkeypatch.setattr("pagekv.executor.choose_backend.available_bytes", lambda: 2**33)
-    monkeypatch.setattr("pagekv.executor.model.transformers_import.import_transformers", lambda *, whole: None)
+    monkeypatch.setattr("pagekv.executor.model.transformers_import.import_transformers", lambda *, distributed: None)
     monkeypatch.setattr("pagekv.executor.cpu.backend.CpuBackend.__init__", make)
     monkeypatch.setattr(Shards, "limit_waits", lambda _, seconds: done.append(seconds))
     world = World(1, 4, 2, local_rank=1)

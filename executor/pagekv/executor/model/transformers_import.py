@@ -2,17 +2,19 @@
 
 Some decorators load torch's compiler, and with it SymPy, only to mark functions for compilation; and transformers loads
 classes of distributed tensors if torch.distributed is available. PageKV runs everything eagerly and, without ranks, in
-one process. Also, transformers lists the contents of every model's files twice, because it caches the lists of only 128
-folders; during the import here, the cache has no bound.
+one process; ranks do use distributed tensors. Also, transformers lists the contents of every model's files twice,
+because it caches the lists of only 128 folders; during the import here, the cache has no bound. And the garbage
+collector, which finds next to nothing among classes and functions that stay, would take a fifth of the time.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
@@ -26,16 +28,28 @@ _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "tra
 _LISTS = "create_import_structure_from_path"
 
 
-def import_transformers(*, whole: bool = False) -> None:
+def import_transformers(*, distributed: bool = False) -> None:
     """Imports the modules that models are built from. Call it before any other import of transformers; afterwards it
     does nothing. If a version of transformers needs more than the stand-ins provide, the next import loads everything.
-    `whole`: leaves nothing out, for models that are split over ranks.
+    `distributed`: with distributed tensors, for models that are split over ranks.
     """
-    if "transformers.modeling_utils" in sys.modules or whole:
+    if "transformers.modeling_utils" in sys.modules:
         return
-    with without_compiler(), _not_distributed(), _models_listed_once(), suppress(Exception):
+    parts = nullcontext() if distributed else _not_distributed()
+    with _no_collections(), without_compiler(), parts, _models_listed_once(), suppress(Exception):
         for name in _MODULES:
             importlib.import_module(name)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -71,6 +72,22 @@ def test_marks_leave_functions_as_they_are(monkeypatch: pytest.MonkeyPatch, modu
     assert seen == [(load, load, load, False, False)] * 3
     assert "torch._dynamo" not in modules
     assert torch.distributed.is_available() == available
+
+
+def test_ranks_have_distributed_tensors_and_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]
+) -> None:
+    """And whatever is imported, nothing is collected meanwhile."""
+    available, seen = torch.distributed.is_available(), []
+
+    def load(name: str) -> None:
+        seen.append(torch.distributed.is_available() == available and "torch._dynamo" in modules)
+        assert not gc.isenabled()
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    transformers_import.import_transformers(distributed=True)
+    assert seen == [True] * 3
+    assert gc.isenabled()
 
 
 def test_where_marks_do_not_suffice_the_next_import_loads_all(
