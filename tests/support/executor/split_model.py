@@ -1,16 +1,19 @@
 """Ranks of split models as processes: each runs the same steps over a backend, and rank 0 tells the answers.
 
-RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m support.executor.split_model JSON
+All are forked from one process that has imported torch and transformers, since these imports take most of the CPU time
+of a rank that has to do them itself. How ranks come up from nothing is shown by tests/e2e/test_ranks.py.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from pagekv.executor.model.shards import Shards
 
 WAIT_S = 300.0
+# For both backends. Neither starts a thread while it is imported, which a fork would lose.
+PRELOADED = ["support.executor.cuda_host", "pagekv.executor.cpu.backend", "torch.distributed.tensor"]
 # Beams of a search, and the token that ends one.
 BEAMS, END = 3, 7
 
@@ -46,9 +51,31 @@ def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
     and `kv_heads` of each rank, whether compiled loops or fused layers computed it (`fused`), and how many graphs were
     replayed (`replayed`). Raises AssertionError as `rank_0_of` does.
     """
-    output = rank_0_of(["-m", __name__, json.dumps([asdict(run) for run in runs])], ranks)
-    found: list[dict[str, Any]] = json.loads(output.rpartition("\nANSWERS ")[2])
-    return found
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with held_port() as port, tempfile.TemporaryDirectory() as temporary:
+        env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        outputs = [Path(temporary) / str(rank) for rank in range(ranks)]
+        processes = [
+            context.Process(target=_rank, args=(runs, {**env, "RANK": str(rank)}, output), daemon=True)
+            for rank, output in enumerate(outputs)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for process in processes:
+                process.join(2 * WAIT_S)
+        finally:
+            for process in processes:
+                process.kill()
+        failed = [
+            output.read_text(errors="replace")[-3000:]
+            for process, output in zip(processes, outputs, strict=True)
+            if process.exitcode != 0
+        ]
+        assert not failed, "\n---\n".join(failed)
+        found: list[dict[str, Any]] = json.loads(outputs[0].read_text().rpartition("\nANSWERS ")[2])
+        return found
 
 
 def rank_0_of(arguments: Sequence[str], ranks: int) -> str:
@@ -170,13 +197,18 @@ def _cuda_backend(run: SplitRun, shards: Any) -> tuple[Any, bool]:
     return backend, isinstance(backend.forward, FusedLayers)
 
 
-def main() -> None:
-    """One rank."""
+def _rank(runs: Sequence[SplitRun], variables: dict[str, str], output: Path) -> None:
+    """One rank, with these variables of the environment; what it says goes to a file."""
     import torch
 
+    os.environ.update(variables)
+    with output.open("wb") as said:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(said.fileno(), stream.fileno())
     torch.set_num_threads(1)
     shards = shards_of_this_process()
-    found = [_run(SplitRun(**run), shards) for run in json.loads(sys.argv[1])]
+    found = [_run(run, shards) for run in runs]
     # Every rank has the same tokens, and replayed as many graphs.
     every: list[Any] = [None] * shards.size
     torch.distributed.all_gather_object(every, found)
@@ -185,7 +217,3 @@ def main() -> None:
     torch.distributed.barrier()
     # As ranks end (`server.main`).
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
