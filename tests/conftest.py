@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import Phase, settings
@@ -34,6 +36,19 @@ QUICK = "not kernels and not long and not nightly"
 def pytest_xdist_auto_num_workers() -> int:
     """Two more than cores: of the time of an end-to-end test half is spent waiting for servers, steps and timeouts."""
     return (os.cpu_count() or 1) + 2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector, which finds next to nothing while modules are imported and ten thousand tests are
+    listed, and would look at all of them again in every full collection of a test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
