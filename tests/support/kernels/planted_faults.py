@@ -58,13 +58,13 @@ class Fault:
 
 
 def visible(faults: Sequence[Fault]) -> list[Any]:
-    """The faults that show in this process. Every fourth is noticed in each run, the others nightly, because each
-    compiles a kernel anew. Raises ValueError where one has nothing to edit.
+    """The faults that show in this process. Every eighth is noticed in each run, the first of every file among them;
+    the others nightly, because each compiles a kernel anew. Raises ValueError where one has nothing to edit.
     """
     shown = [fault for fault in faults if fault.sanitizer == SANITIZE]
     for fault in shown:
         fault.plant()
-    return [pytest.param(fault, marks=() if not at % 4 else pytest.mark.nightly) for at, fault in enumerate(shown)]
+    return [pytest.param(fault, marks=() if not at % 8 else pytest.mark.nightly) for at, fault in enumerate(shown)]
 
 
 def assert_noticed(fault: Fault) -> None:
