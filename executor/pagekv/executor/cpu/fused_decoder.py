@@ -18,7 +18,7 @@ from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.program import Program
-from pagekv.executor.cpu.native.rows import add_norm, rotate
+from pagekv.executor.cpu.native.rows import add_norm, embed, rotate
 from pagekv.executor.cpu.native.step_attention import least_runs, step_attention
 from pagekv.executor.cpu.paged_reads import PagedReads, paged_reads
 from pagekv.executor.cpu.products import TorchProduct, fastest_product
@@ -46,7 +46,7 @@ class _Layer:
 class _Inputs:
     """Everything that differs between steps.
 
-    stream: the rows `[T, hidden]` that the embedding gives
+    token_ids: of each row, `[T]`
     rotations: cosines and sines, by the name of the rotation
     places: where a layer's pool takes the keys and values of each row, an offset in elements, `[T]`
     windows: the window of each layer
@@ -54,7 +54,7 @@ class _Inputs:
     sampled: the numbers `[S]` of the sampled rows and their reads in the last layer; None if all rows are sampled
     """
 
-    stream: torch.Tensor
+    token_ids: torch.Tensor
     rotations: dict[str, tuple[torch.Tensor, torch.Tensor]]
     places: torch.Tensor
     windows: list[int | None]
@@ -65,16 +65,16 @@ class _Inputs:
     def is_recordable(self) -> bool:
         """Whether a step of this shape is likely to come again: few rows, all of them sampled decodes."""
         decodes = all(reads.chunks is None for reads in self.reads.values())
-        return decodes and self.sampled is None and len(self.stream) <= RECORDED_ROWS
+        return decodes and self.sampled is None and len(self.token_ids) <= RECORDED_ROWS
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Two inputs with equal shapes differ only in the content of their tensors."""
-        return len(self.stream), *self.windows, *((window, self.reads[window].shape) for window in {*self.windows})
+        return len(self.token_ids), *self.windows, *((window, self.reads[window].shape) for window in {*self.windows})
 
     def copy_(self, other: _Inputs) -> None:
         """Copies the content of other inputs, which have the same shape."""
-        self.stream.copy_(other.stream)
+        self.token_ids.copy_(other.token_ids)
         self.places.copy_(other.places)
         for name, pair in self.rotations.items():
             for tensor, new in zip(pair, other.rotations[name], strict=True):
@@ -93,10 +93,13 @@ class FusedDecoder:
         self._decoder, self._rotations = decoder, Rotations(decoder)
         self._num_heads = (num_heads, num_kv_heads)
         self._layers = []
-        self._recordable = True
+        self._embedding, self._recordable = decoder.embedding, True
         head = decoder.take_head()
         self._make = fastest_product(head.weight.dtype)
-        self._head = self._whole(self._make(head.weight, head.bias))
+        product = self._product(head)
+        self._head = self._whole(product)
+        # Recorded steps have their logits here, one after the other. Memory that is never touched takes none.
+        self._logits = torch.empty(RECORDED_ROWS, len(head.weight), dtype=head.weight.dtype)
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
@@ -129,16 +132,19 @@ class FusedDecoder:
         """The output or down projection, summed over ranks where the model is split."""
         return product
 
-    def _whole(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _whole(self, product: Product | TorchProduct) -> Callable[[torch.Tensor], torch.Tensor]:
         """The head's product, with the logits of the whole vocabulary."""
         return product
 
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The rows `[T, hidden_size]` of the first layer."""
+        return embed(self._embedding, token_ids)
+
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
-        stream = self._layers_of(self._inputs(plan, cache), cache)
-        return self._decoder.scale_logits(self._head(add_norm(stream, None, 0.0, None, self._decoder.norm)))
+        return self._decoder.scale_logits(self._unscaled(self._inputs(plan, cache), cache))
 
     def _inputs(self, plan: CpuAttentionPlan, cache: KvCache) -> _Inputs:
-        stream = self._decoder.embed(plan.input_ids)[0]
+        token_ids = plan.input_ids[0]
         keys, _ = cache.layer(0)
         blocks, offsets = (each.numpy() for each in plan.slots)
         places = torch.from_numpy(blocks * keys.stride(0) + offsets * keys.stride(1))
@@ -150,18 +156,18 @@ class FusedDecoder:
             return paged_reads(step, cache.block_size, window, heads // kv_heads, least)
 
         sampled = None
-        if len(plan.sampling) < len(stream):
+        if len(plan.sampling) < len(token_ids):
             sampled = (
                 torch.tensor([row for row, _ in plan.sampling], dtype=torch.int64),
                 reads(plan.sampled, windows[-1]),
             )
         rotations = self._rotations.of(plan.position_ids)
         return _Inputs(
-            stream, rotations, places, windows, {each: reads(plan.step, each) for each in {*windows}}, sampled
+            token_ids, rotations, places, windows, {each: reads(plan.step, each) for each in {*windows}}, sampled
         )
 
-    def _layers_of(self, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
-        """The sampled rows after the last layer, in memory that the next call may overwrite."""
+    def _unscaled(self, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
+        """What the head gives for the sampled rows, in memory that the next call may overwrite."""
         if not self._recordable or not inputs.is_recordable:
             return self._compute(inputs, cache)
         programs = self._programs.setdefault(cache, OrderedDict())
@@ -178,13 +184,13 @@ class FusedDecoder:
             recorded[1].copy_(inputs)
         programs[key] = recorded
         recorded[0].run()
-        return recorded[1].stream
+        return self._logits[: len(inputs.token_ids)]
 
     def _compute(self, inputs: _Inputs, cache: KvCache, program: Program | None = None) -> torch.Tensor:
-        """The sampled rows after the last layer. For the other rows the last layer stops after its QKV projection:
+        """What the head gives for the sampled rows. For the other rows the last layer stops after its QKV projection:
         later steps read only their keys and values.
         """
-        layers, stream, factor = self._layers, inputs.stream, self._decoder.residual_factor
+        layers, stream, factor = self._layers, self._embed(inputs.token_ids), self._decoder.residual_factor
         normed = add_norm(stream, None, 0.0, None, layers[0].norms.before_attention)
         for index, layer in enumerate(layers):
             if program is not None:
@@ -203,7 +209,11 @@ class FusedDecoder:
                 stream, layer.out(attended), factor, layer.norms.after_attention, layer.norms.before_feed_forward
             )
             normed = add_norm(stream, layer.feed_forward(normed), factor, layer.norms.after_feed_forward, following)
-        return stream
+        normed = add_norm(stream, None, 0.0, None, self._decoder.norm)
+        if program is None:
+            return self._head(normed)
+        assert isinstance(self._head, Product)  # or it could not be recorded
+        return self._head(normed, self._logits[: len(normed)])
 
     def _queries(self, index: int, qkv: torch.Tensor, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
         """The rotated queries `[T, num_heads, head_size]` from `qkv` `[T, all heads * head_size]`. Writes keys and

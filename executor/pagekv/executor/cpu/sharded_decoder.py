@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
+from pagekv.executor.cpu.native.product import Product
+from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder
 from pagekv.executor.model.shards import Shards
@@ -35,5 +37,9 @@ class ShardedDecoder(FusedDecoder):
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda rows: self._shards.sum(product(rows))
 
-    def _whole(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _whole(self, product: Product | TorchProduct) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda rows: self._shards.gather(product(rows), self._num_logits)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """By transformers' module, since ranks may share the table."""
+        return self._decoder.embed(token_ids)

@@ -49,6 +49,14 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """`weight[ids] * factor`, rounded to the weight's type; `weight` `[vocab_size, hidden_size]`."""
+
+    weight: torch.Tensor
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderNorms:
     """The norms of a layer: `x += factor * after(f(before(x)))`, where f is first attention and then the feed-forward
     part. A norm that is None changes nothing. The norms of queries and keys come before the rotation; the length of
@@ -123,6 +131,16 @@ class Decoder:
         if self._embed_factor != 1:
             stream *= self._embed_factor
         return stream
+
+    @property
+    def embedding(self) -> Embedding:
+        """What `embed` computes."""
+        module: Any = self._embed
+        factor = self._embed_factor
+        # Modules with a scale of their own round it to the weight's type.
+        if hasattr(module, "embed_scale"):
+            factor *= float(module.embed_scale.to(module.weight.dtype))
+        return Embedding(module.weight.detach(), factor)
 
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Scales and caps the output of the head, in place."""

@@ -109,12 +109,12 @@ class Product:
         self._function = _compiled(STORED[weight.dtype], lanes, sums, False)
         self._of_several = partial(_compiled, STORED[weight.dtype], lanes, sums, True)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[T, in]` to `[T, out]`, or to `[T, out / 2]` with an activation."""
+    def __call__(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`[T, in]` to `[T, out]`, or to `[T, out / 2]` with an activation. `out`: memory for the result."""
         count, panels, threads = len(rows), len(self._panels), self._threads(len(rows))
         # If there are too few panels to keep all threads busy, rows are divided too.
         chunks = max(-(-count // self._chunk_rows), min(-(-count // self._most), 2 * threads // panels))
-        return self._multiply(rows, chunks, threads)
+        return self._multiply(rows, chunks, threads, out=out)
 
     @staticmethod
     def each(products: Sequence[Product], rows: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -134,10 +134,18 @@ class Product:
         """Threads that compute `count` rows."""
         return 1 if count * self._panels.numel() <= ALONE else torch.get_num_threads()
 
-    def _multiply(self, rows: torch.Tensor, chunks: int, threads: int, parts: Sequence[int] = ()) -> torch.Tensor:
+    def _multiply(
+        self,
+        rows: torch.Tensor,
+        chunks: int,
+        threads: int,
+        parts: Sequence[int] = (),
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """`parts`: the four numbers of each chunk, as in `each`, if chunks are of different products."""
         count = len(rows)
-        out = empty(count, self._columns, dtype=self._dtype)
+        if out is None:
+            out = empty(count, self._columns, dtype=self._dtype)
         if not count:
             return out
         padding = self._depth * self._paired - rows.shape[1]

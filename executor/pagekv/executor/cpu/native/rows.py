@@ -16,7 +16,7 @@ from numba import carray
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow, widen
 from pagekv.executor.cpu.native.openmp import bits_of, empty, run
-from pagekv.executor.model.decoder import RmsNorm
+from pagekv.executor.model.decoder import Embedding, RmsNorm
 
 # Up to so many elements one thread computes alone.
 ALONE = 2**16
@@ -44,6 +44,17 @@ def add_norm(
     ]
     held = (rows, out) if added is None else (rows, added, out)
     _run(_add_norm(STORED[rows.dtype]), rows.shape[0], size, arguments, held)
+    return out
+
+
+def embed(embedding: Embedding, token_ids: torch.Tensor) -> torch.Tensor:
+    """The scaled embeddings `[T, hidden_size]` of ids, int64 `[T]`."""
+    table = embedding.weight
+    # Not the recorder's memory: every layer adds to these rows.
+    out = torch.empty(len(token_ids), table.shape[1], dtype=table.dtype)
+    factor = bits_of(embedding.factor)
+    arguments = [table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), table.shape[1], factor]
+    _run(_embed(STORED[table.dtype]), *out.shape, arguments, (table, token_ids, out))
     return out
 
 
@@ -161,6 +172,27 @@ def _add_norm(stored: Any) -> int:
                     scale = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
                     for i in range(size):
                         out[i] = narrow(widen(row[i]) * scale * weight[i], out[i])
+
+    return address_of(work)
+
+
+@cache
+def _embed(stored: Any) -> int:
+    width = np.dtype(stored).itemsize
+
+    def work(raw: Any) -> None:
+        args = carray(raw, 7, np.int64)
+        count, size, factor = args[1], args[5], float_of_bits(np.int32(args[6]))
+        token_ids = carray(pointer(args[3]), count, np.int64)
+        while True:
+            first = take_ticket(args[0]) * ROWS
+            if first >= count:
+                return
+            for at in range(first, min(first + ROWS, count)):
+                row = carray(pointer(args[2] + token_ids[at] * size * width), size, stored)
+                out = carray(pointer(args[4] + at * size * width), size, stored)
+                for i in range(size):
+                    out[i] = narrow(widen(row[i]) * factor, row[i])
 
     return address_of(work)
 
