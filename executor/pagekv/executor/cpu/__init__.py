@@ -4,7 +4,7 @@ loops.
 A reader may take the modules in this order:
 
     a step                      backend, runner, attention_plan, forward, sampler
-    by loops                    fused_decoder, sharded_decoder, rotations, products, paged_reads
+    by loops                    fused_decoder, sharded_decoder, decoder_inputs, rotations, products, paged_reads
     by transformers' model      gathered_reads, gathered_attention, linear, experts
     memory                      kv_cache, step_memory
     the start                   choose_forward, routing, profile

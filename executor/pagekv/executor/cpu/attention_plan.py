@@ -53,7 +53,9 @@ class StepRows:
 
 
 class CpuAttentionPlan:
-    """One step: rows in packed order, the slots they write, and the prefixes that their sequences share."""
+    """One step: rows in packed order, the slots they write, and the prefixes that their sequences share. A step of
+    decodes becomes the next one by `advance`, in a fraction of the time that a new plan takes.
+    """
 
     def __init__(self, scheduled: Sequence[Scheduled], block_size: int, block_bytes: int) -> None:
         """`block_bytes`: bytes of the keys and values of one block in one layer."""
@@ -82,13 +84,45 @@ class CpuAttentionPlan:
             blocks += [state.block_table[place // block_size] for place in places]
             if item.samples:
                 self.sampling.append((len(ids) - 1, state))
-        # NumPy's calls on so few numbers take a fraction of the time of torch's.
-        places_of_rows = np.array(positions)
+        # NumPy's calls on so few numbers take a fraction of the time of torch's. The tensors share the arrays' memory.
+        self._ids, self._positions, self._blocks = np.array(ids), np.array(positions), np.array(blocks)
+        self._offsets = self._positions % block_size
         # Packed token ids and positions, [1, T].
-        self.input_ids = torch.from_numpy(np.array(ids)[None])
-        self.position_ids = torch.from_numpy(places_of_rows[None])
+        self.input_ids = torch.from_numpy(self._ids[None])
+        self.position_ids = torch.from_numpy(self._positions[None])
         # The block of every row, and the offset within that block; [T] each.
-        self.slots = torch.from_numpy(np.array(blocks)), torch.from_numpy(places_of_rows % block_size)
+        self.slots = torch.from_numpy(self._blocks), torch.from_numpy(self._offsets)
+        # The highest block that is written by this step, or by those from which the plan has advanced.
+        self.highest_block = max(blocks)
+        # How often the plan has advanced; and the numbers of the rows that have reached a new block by that.
+        self.num_advances, self.entered = 0, list[int]()
+
+    def advance(self, scheduled: Sequence[Scheduled]) -> bool:
+        """Turns this plan into that of the next step if both are steps of decodes of the same sequences, in the same
+        order. Returns whether they are; otherwise nothing changes. Prefixes stay as they are, since what a sequence
+        has written since is its own.
+        """
+        rows, members = self.step.rows, self.step.members
+        if len(scheduled) != len(members) or len(self.sampling) != len(self._ids):
+            return False
+        for row, item in zip(members, scheduled, strict=True):
+            last = row.item
+            if item.state is not last.state or item.start != last.start + 1 or item.count != 1:
+                return False
+        for row, item in zip(members, scheduled, strict=True):
+            row.item = item
+        self._ids[:] = [row.item.state.token_ids[row.item.start] for row in rows]
+        self._positions += 1
+        self._offsets += 1
+        self.entered = np.flatnonzero(self._offsets == self._block_size).tolist()
+        for number in self.entered:
+            item = rows[number].item
+            self._offsets[number] = 0
+            block = item.state.block_table[item.start // self._block_size]
+            self._blocks[number], self.highest_block = block, max(self.highest_block, block)
+        self._longest += 1
+        self.num_advances += 1
+        return True
 
     @property
     def sampled(self) -> StepRows:

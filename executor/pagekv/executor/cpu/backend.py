@@ -19,12 +19,13 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.instruction_set import instruction_set
 from pagekv.executor.cpu.kv_cache import AHEAD_BYTES, KvCache
 from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
-from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.cpu.runner import plan_step, run_step
 from pagekv.executor.cpu.step_memory import StepMemory
 from pagekv.executor.cpu.threads import Way, WayChooser, ways
 from pagekv.executor.machine import available_bytes, memory_for, usable_cores
@@ -83,6 +84,8 @@ class CpuBackend:
         self._shards = shards
         self._loaded = loaded
         self._cache: KvCache | None = None
+        # Of the last step over these pools.
+        self._plan: CpuAttentionPlan | None = None
         self._step_memory: StepMemory | None = None
         self._info = ModelBackendInfo(
             backend="cpu",
@@ -120,7 +123,7 @@ class CpuBackend:
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         # The old pools are freed first: both at once might not fit.
-        self._cache = None
+        self._cache = self._plan = None
         self._leave_step_memory()
         give_back_freed_memory()
         size = self._loaded.geometry.bytes_per_block(block_size) * (num_device_blocks + num_host_blocks)
@@ -153,7 +156,8 @@ class CpuBackend:
         # Outside the measured time: changing how threads wait costs nothing for as long as the way stays the same.
         self._use(way)
         begin, waited_s = time.perf_counter(), self._waited_s
-        sampled = run_step(self._forward, self.cache, scheduled, self._shards)
+        self._plan = plan_step(self.cache, scheduled, self._plan)
+        sampled = run_step(self._forward, self.cache, self._plan, self._shards)
         self._chooser.took(time.perf_counter() - begin)
         return Finished(sampled, way.threads, self._waited_s - waited_s)
 

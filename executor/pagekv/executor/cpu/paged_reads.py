@@ -14,6 +14,9 @@ from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix, Step
 # Most queries of a run for one KV head: rows times query heads per KV head. Their sums should stay in a core's cache;
 # a panel of keys is packed once for all of them.
 RUN_QUERIES = 256
+# The table of a decode has room for up to so many blocks more, and at least for one.
+ROOM_BLOCKS = 8
+_ROOM = [0] * ROOM_BLOCKS
 # Runs of this many rows or fewer are not split further, even if threads are left without a run.
 LEAST_ROWS = 8
 
@@ -21,7 +24,8 @@ LEAST_ROWS = 8
 @dataclass(frozen=True, slots=True)
 class PagedDecodes:
     """Each of the rows [first, last) is one sequence; the i-th of them sees the slots [begins[i], ends[i]) of the
-    blocks `tables[offsets[i]:offsets[i + 1]]`. Entries of `tables` after the last offset are padding. All int64.
+    blocks `tables[offsets[i]:offsets[i + 1]]`, of which the last ones are room for later steps. Entries of `tables`
+    after the last offset are padding. All int64.
     """
 
     first: int
@@ -38,6 +42,26 @@ class PagedDecodes:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.first, self.last, len(self.tables)
+
+    def advance(
+        self, rows: Sequence[ScheduledRows], entered: Sequence[int], block_size: int, window: int | None
+    ) -> bool:
+        """Turns the reads of a step into those of the next one, in which each of the `rows` has one more token. The
+        rows with the numbers `entered` have reached a new block. False if there is no room for it; then the reads are
+        of no more use.
+        """
+        for number in entered:
+            item = rows[number].item
+            index = item.start // block_size
+            place = self.offsets.numpy()[number] + index
+            if place >= self.offsets.numpy()[number + 1]:
+                return False
+            self.tables.numpy()[place] = item.state.block_table[index]
+        ends = self.ends.numpy()
+        ends += 1
+        if window is not None:
+            np.maximum(ends - window, 0, out=self.begins.numpy())
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +105,11 @@ class PagedReads:
         chunks = None if self.chunks is None else self.chunks.shape
         decodes = None if self.decodes is None else self.decodes.shape
         return chunks, decodes, *(prefix.shape for prefix in self.prefixes)
+
+    def advance(self, step: StepRows, entered: Sequence[int], block_size: int, window: int | None) -> bool:
+        """As `PagedDecodes.advance`, for reads of decodes alone. Prefixes stay as they are."""
+        assert self.decodes is not None  # and no chunk is there
+        return self.decodes.advance(step.rows, entered, block_size, window)
 
     def copy_(self, other: PagedReads) -> None:
         """Copies the content of other reads, which have the same shape."""
@@ -183,7 +212,10 @@ def _work(reader: _Reader, places: slice) -> int:
 def _decodes(rows: Sequence[ScheduledRows], block_size: int, window: int | None) -> PagedDecodes:
     ends = np.array([row.item.start + 1 for row in rows])
     begins = np.array([row.shared * block_size for row in rows]) if window is None else np.maximum(ends - window, 0)
-    tables = [row.item.state.block_table[: row.item.start // block_size + 1] for row in rows]
+    tables = []
+    for row in rows:
+        count = row.item.start // block_size + 1
+        tables.append([*row.item.state.block_table[:count], *_ROOM[count % ROOM_BLOCKS :]])
     offsets = np.cumsum([0, *map(len, tables)])
     first = rows[0].first
     arrays = map(torch.from_numpy, (offsets, begins, ends))

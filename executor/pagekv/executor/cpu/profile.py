@@ -11,7 +11,7 @@ from pagekv.common.freed_memory import give_back_freed_memory
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling
 from pagekv.executor.cpu.forward import StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.cpu.runner import plan_step, run_step
 from pagekv.executor.machine import kib_field
 from pagekv.executor.model.description import StepProfile, num_blocks, prompt_lengths, prompt_step
 from pagekv.executor.model.loading import BlockGeometry, LoadedModel
@@ -85,6 +85,6 @@ def run_prompts(
     status = Path("/proc/self/status")
     before = kib_field(status, "VmRSS")
     begin = time.perf_counter()
-    run_step(forward, cache, step, shards)
+    run_step(forward, cache, plan_step(cache, step), shards)
     seconds = time.perf_counter() - begin
     return max(0, kib_field(status, "VmHWM") - before), seconds

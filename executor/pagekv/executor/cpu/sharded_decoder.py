@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
-from pagekv.executor.cpu.native.product import Product
-from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder
 from pagekv.executor.model.shards import Shards
@@ -37,7 +35,7 @@ class ShardedDecoder(FusedDecoder):
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda rows: self._shards.sum(product(rows))
 
-    def _whole(self, product: Product | TorchProduct) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _whole(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda rows: self._shards.gather(product(rows), self._num_logits)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

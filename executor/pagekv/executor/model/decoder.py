@@ -134,7 +134,7 @@ class Decoder:
 
     @property
     def embedding(self) -> Embedding:
-        """What `embed` computes."""
+        """Computes the same as `embed`."""
         module: Any = self._embed
         factor = self._embed_factor
         # Modules with a scale of their own round it to the weight's type.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.executor.scheduled_items import BLOCK_SIZE, scheduled
+from support.executor.scheduled_items import BLOCK_SIZE, COMMON_BLOCKS, next_decodes, scheduled
 
 from pagekv.executor.backend.interface import Scheduled
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, SharedPrefix, shared_prefixes
@@ -36,6 +36,64 @@ def test_slots_follow_the_block_table() -> None:
 def test_a_window_longer_than_everything_is_none() -> None:
     step = build([scheduled(1, [0, 1], 0, 6)])
     assert (step.effective_window(6), step.effective_window(5), step.effective_window(None)) == (None, 5, None)
+
+
+def content(plan: CpuAttentionPlan) -> dict[int, list[object]]:
+    """By seq_id: what the plan says about the row of a sequence that decodes."""
+    columns = [each.flatten().tolist() for each in (plan.input_ids, plan.position_ids, *plan.slots)]
+    assert [row for row, _ in plan.sampling] == list(range(len(columns[0])))
+    assert [state for _, state in plan.sampling] == [row.item.state for row in plan.step.rows]
+    return {
+        row.item.state.seq_id: [row.item, row.shared, *column]
+        for row, *column in zip(plan.step.rows, *columns, strict=True)
+    }
+
+
+def test_a_step_of_decodes_advances_to_the_next_one() -> None:
+    """Over several blocks, and with a prefix that two sequences share."""
+    lengths = [131, 140, 2, 7, 12]
+    items = []
+    for number, length in enumerate(lengths):
+        own = [1000 * number + place for place in range(length // BLOCK_SIZE + 1)]
+        table = [*COMMON_BLOCKS, *own[len(COMMON_BLOCKS) :]] if number < 2 else own
+        items.append(scheduled(number, table, length, 1))
+    plan = build(items)
+    for number in range(1, 3 * BLOCK_SIZE):
+        items = next_decodes(items)
+        assert plan.advance(items)
+        assert content(plan) == content(build(items))
+        assert plan.num_advances == number
+        reached = {row for row, each in enumerate(plan.step.rows) if each.item.start % BLOCK_SIZE == 0}
+        assert set(plan.entered) == reached
+        assert plan.effective_window(140 + number) == 140 + number
+        assert plan.effective_window(141 + number) is None
+
+
+def test_other_steps_are_no_next_step() -> None:
+    """And leave the plan as it is."""
+
+    def decodes() -> list[Scheduled]:
+        return [scheduled(1, [1, 2, 3, 4], 6, 1), scheduled(2, [5, 6, 7], 4, 1)]
+
+    items = decodes()
+    plan, other = build(items), decodes()[0]
+    before, following = content(plan), next_decodes(items)
+    first, second = following
+    for wrong in (
+        items,
+        [second, first],
+        [first],
+        [*following, other],
+        [Scheduled(other.state, 7, 1), second],
+        [Scheduled(first.state, 8, 1), second],
+        [Scheduled(first.state, 7, 2), second],
+    ):
+        assert not plan.advance(wrong)
+        assert content(plan) == before
+    # Nor does a step with a prompt have a next one.
+    chunk = scheduled(3, [8], 0, 1, known=2)
+    assert not build([*items, chunk]).advance([*following, Scheduled(chunk.state, 1, 1)])
+    assert plan.advance(following)
 
 
 # Two blocks to choose from at each depth: prefixes collide all the time, and a table is a path in a tree.

@@ -12,6 +12,7 @@ from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import LAYOUT, Sampled, Sampling, Scheduled, SequenceState
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.cpu.forward import StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
@@ -150,9 +151,9 @@ def test_steps_are_computed_in_the_way_that_is_chosen(llama: Path, monkeypatch: 
     monkeypatch.setattr(backend._chooser, "choose", choose)
     monkeypatch.setattr(backend._chooser, "took", told.append)
 
-    def compute(forward: StepForward, cache: KvCache, scheduled: list[Scheduled], _: None) -> dict[int, Sampled]:
+    def compute(forward: StepForward, cache: KvCache, plan: CpuAttentionPlan, _: None) -> dict[int, Sampled]:
         used.append(torch.get_num_threads())
-        return run_step(forward, cache, scheduled)
+        return run_step(forward, cache, plan)
 
     monkeypatch.setattr("pagekv.executor.cpu.backend.run_step", compute)
     backend.allocate(16, 8, 0)

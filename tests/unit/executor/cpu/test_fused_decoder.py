@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from support.executor.cpu_driver import prompts_of, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import fused_decoder
+from pagekv.executor.cpu import decoder_inputs, fused_decoder
+from pagekv.executor.cpu.decoder_inputs import DecoderInputs
 from pagekv.executor.cpu.forward import ModuleForward, StepForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.cpu.kv_cache import KvCache
@@ -105,7 +107,7 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
     save_model(name, tmp_path)
     loaded = load_model(tmp_path, dtype)
     forward = fused(loaded)
-    monkeypatch.setattr(fused_decoder, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(fused_decoder, "MOST_RECORDINGS", 3)
     # Sharing a single block is worth it.
     monkeypatch.setattr("pagekv.executor.cpu.attention_plan.CALL_BYTES", 1)
     threads = torch.get_num_threads()
@@ -125,7 +127,7 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
             found = []
             # The second time runs what the first one recorded; the third records nothing.
             for rows in (64, 64, 0):
-                monkeypatch.setattr(fused_decoder, "RECORDED_ROWS", rows)
+                monkeypatch.setattr(decoder_inputs, "RECORDED_ROWS", rows)
                 found.append(decodes(forward, cache, lengths, shared))
             assert found[0].isfinite().all()
             assert torch.equal(found[0], found[2])
@@ -133,8 +135,63 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
     torch.set_num_threads(threads)
     # The first pools are gone, and with them what was recorded over them.
     gc.collect()
-    assert [*forward._programs] == [cache]
-    assert len(forward._programs[cache]) == 3
+    assert [*forward._recordings] == [cache]
+    assert len(forward._recordings[cache]) == 3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_steps_that_follow_each_other_compute_the_same_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as steps with plans of their own that are not recorded: over many blocks, behind a shared prefix,
+    by other numbers of threads, and after a sequence has ended.
+    """
+    monkeypatch.setattr(fused_decoder, "fastest_product", lambda dtype: Product)
+    monkeypatch.setattr("pagekv.executor.cpu.attention_plan.CALL_BYTES", 1)
+    save_model(name, tmp_path)
+    loaded = load_model(tmp_path, torch.float32)
+    forward = fused(loaded)
+    made: list[int] = []
+
+    def counted(*given: Any) -> DecoderInputs:
+        made.append(step)
+        return decoder_inputs.decoder_inputs(*given)
+
+    monkeypatch.setattr(fused_decoder, "decoder_inputs", counted)
+    lengths, size, threads = [9, 10, 3], 4, torch.get_num_threads()
+    cache, other = (KvCache(loaded.geometry, size, 128) for _ in range(2))
+    cache.device[:] = torch.randn(cache.device.shape)
+    other.device.copy_(cache.device)
+    states = []
+    for number, length in enumerate(lengths):
+        table = [0, 1, *range(8 + 32 * number, 8 + 32 * number + 30)] if number < 2 else list(range(96, 126))
+        tokens = [(5 * place + number) % 60 for place in range(length + 1)]
+        states.append(SequenceState(number, tokens, length, table, length, Sampling()))
+    plan = None
+    for step in range(60):
+        torch.set_num_threads(1 if step in (20, 21, 23) else 2)
+        live = states if step < 50 else states[1:]
+        scheduled = [Scheduled(state, state.computed_tokens, 1) for state in live]
+        plan = plan_step(cache, scheduled, plan)
+        found = forward.logits(plan, cache).clone()
+        monkeypatch.setattr(decoder_inputs, "RECORDED_ROWS", 0)
+        expected = forward.logits(plan_step(other, scheduled), other)
+        monkeypatch.setattr(decoder_inputs, "RECORDED_ROWS", 64)
+        made.pop()
+        assert found.isfinite().all()
+        rows = [state.seq_id for _, state in plan.sampling]
+        by_id = dict(zip(rows, found, strict=True))
+        for (_, state), row in zip(plan_step(other, scheduled).sampling, expected, strict=True):
+            assert torch.equal(by_id[state.seq_id], row)
+        for state in live:
+            state.computed_tokens += 1
+            state.token_ids.append((7 * step + state.seq_id) % 60)
+    torch.set_num_threads(threads)
+    # New inputs are made where the number of threads changes, where a table has no more room, where a sequence ended
+    # and where a window begins to hide something. Three of the four kinds of steps were met before.
+    assert {0, 20, 22, 23, 24, 50} <= set(made)
+    assert len(made) <= 12
 
 
 @torch.inference_mode()

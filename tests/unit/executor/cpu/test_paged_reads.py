@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from support.executor.scheduled_items import BLOCK_SIZE, COMMON_BLOCKS, behind_common_blocks, scheduled
+import pytest
+from support.executor.scheduled_items import BLOCK_SIZE, COMMON_BLOCKS, behind_common_blocks, next_decodes, scheduled
 
 from pagekv.executor.backend.interface import Scheduled
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
@@ -142,3 +143,31 @@ def test_few_runs_are_divided_among_threads_and_many_queries_make_short_ones() -
     reads = paged_reads(plan.step, BLOCK_SIZE, None, 2, 99)
     assert reads.chunks is not None
     assert sorted(reads.chunks.firsts.diff().tolist()) == [1, 8]
+
+
+def seen_by_sequences(plan: CpuAttentionPlan, reads: PagedReads) -> dict[int, list[int]]:
+    """`all_seen` of decodes, in the order of slots: rows of a new plan may be in another order."""
+    return {plan.step.rows[row].item.state.seq_id: sorted(slots) for row, slots in all_seen(reads).items()}
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_reads_of_decodes_advance_as_long_as_there_is_room(window: int | None) -> None:
+    items = [
+        scheduled(1, [*COMMON_BLOCKS, 1], 130, 1),
+        scheduled(2, [*COMMON_BLOCKS, 2], 128, 1),
+        scheduled(3, [3, 30], 5, 1),
+    ]
+    plan, reads = planned(items, window)
+    for _ in range(BLOCK_SIZE):
+        items = next_decodes(items)
+        assert plan.advance(items)
+        assert reads.advance(plan.step, plan.entered, BLOCK_SIZE, window)
+        assert seen_by_sequences(plan, reads) == seen_by_sequences(*planned(items, window))
+    # 33 blocks of the first two are followed by room for 7, the 2 blocks of the third by room for 6.
+    steps = 0
+    while plan.advance(items := next_decodes(items)):
+        if not reads.advance(plan.step, plan.entered, BLOCK_SIZE, window):
+            break
+        steps += 1
+    assert items[2].start == 8 * BLOCK_SIZE
+    assert steps == 8 * BLOCK_SIZE - 1 - (5 + BLOCK_SIZE)

@@ -8,7 +8,7 @@ from support.executor.cpu_driver import MODELS
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from pagekv.executor.cpu import rotations
-from pagekv.executor.cpu.rotations import Rotations
+from pagekv.executor.cpu.rotations import Rotations, StepRotations
 from pagekv.executor.model.decoder import read_decoder
 
 
@@ -40,7 +40,17 @@ def test_the_same_before_and_behind_the_table(
     ours = Rotations(decoder)
     for positions in ([3], [0, 1023], [1024], [5000, 1, 7], [7, 2]):
         position_ids = torch.tensor([positions])
-        expected, found = decoder.rotations(position_ids), ours.of(position_ids)
-        assert found.keys() == expected.keys()
-        for key, pair in expected.items():
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[key], pair, strict=True))
+        check(ours.of(position_ids), decoder.rotations(position_ids))
+    # Positions move on one by one, as long as they are in the table.
+    moving, position_ids = ours.of(torch.tensor([[1020, 7]])), torch.tensor([[1020, 7]])
+    while ours.advance(moving):
+        position_ids += 1
+        check(moving, decoder.rotations(position_ids))
+    assert int(position_ids.max()) == (1023 if fixed else 1020)
+
+
+def check(found: StepRotations, expected: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    assert found.tables.keys() == expected.keys()
+    for key, pair in expected.items():
+        mine = (table[found.numbers] for table in found.tables[key])
+        assert all(torch.equal(*both) for both in zip(mine, pair, strict=True))

@@ -46,6 +46,19 @@ def test_products_are_joined_in_order_and_leave_the_model() -> None:
     assert [*model.model.layers[0].parameters()]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma", "gemma2", "gemma3_text", "granite"])
+def test_embeddings_are_scaled_by_one_factor(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit as transformers scales them."""
+    more = {"embedding_multiplier": 12.3} if name == "granite" else {}
+    decoder = read_decoder(model_of(family_config(name, **more)).to(dtype))
+    assert decoder is not None
+    embedding, ids = decoder.embedding, torch.arange(50)
+    assert (embedding.factor == 1) == (name == "llama")
+    assert torch.equal(embedding.weight[ids] * embedding.factor, decoder.embed(ids))
+
+
 def test_norms_are_where_the_family_has_them() -> None:
     found = {}
     for name, config in {**{name: make() for name, make in MODELS.items()}, "olmo2": Olmo2Config(**SIZES)}.items():

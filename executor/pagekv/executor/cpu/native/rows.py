@@ -54,7 +54,7 @@ def embed(embedding: Embedding, token_ids: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(token_ids), table.shape[1], dtype=table.dtype)
     factor = bits_of(embedding.factor)
     arguments = [table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), table.shape[1], factor]
-    _run(_embed(STORED[table.dtype]), *out.shape, arguments, (table, token_ids, out))
+    _run(_embed(STORED[table.dtype]), out.shape[0], out.shape[1], arguments, (table, token_ids, out))
     return out
 
 
@@ -78,6 +78,7 @@ def rotate(
     heads: torch.Tensor,
     num_heads: tuple[int, int],
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    numbers: torch.Tensor,
     query_norm: RmsNorm | None,
     key_norm: RmsNorm | None,
     places: torch.Tensor,
@@ -87,8 +88,9 @@ def rotate(
     """Applies norms and RoPE to queries and keys in `heads` `[T, query + key + value heads, head_size]`, in place, and
     stores keys and values in the pools.
 
-    `num_heads`: of queries and of keys. `rotation`: cosines and sines `[T, R]` for the first R elements of each head
-    (Su et al., arXiv:2104.09864; pairs as in transformers' `rotate_half`). `keys`, `values`: pools
+    `num_heads`: of queries and of keys. `rotation`: cosines and sines `[N, R]` for the first R elements of each head
+    (Su et al., arXiv:2104.09864; pairs as in transformers' `rotate_half`), of which the rows have those with `numbers`
+    `[T]`. `keys`, `values`: pools
     `[num_blocks, block_size, key heads, head_size]`. `places` `[T]`: the slot of each row, in elements from the
     beginning of a pool.
     """
@@ -107,8 +109,9 @@ def rotate(
         ),
         *(_weight(query_norm), whole(query_norm), _weight(key_norm), whole(key_norm)),
         *(_eps(query_norm), _eps(key_norm), places.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        numbers.data_ptr(),
     ]
-    held = (heads, places, keys, values, *(() if rotation is None else rotation))
+    held = (heads, numbers, places, keys, values, *(() if rotation is None else rotation))
     _run(_rotate(STORED[heads.dtype]), heads.shape[0], heads.shape[1] * size, arguments, held)
 
 
@@ -227,10 +230,11 @@ def _rotate(stored: Any) -> int:
     width = np.dtype(stored).itemsize
 
     def work(raw: Any) -> None:
-        args = carray(raw, 18, np.int64)
+        args = carray(raw, 19, np.int64)
         count, queries, pairs, size, turned = args[1], args[3], args[4], args[5], args[8]
         query_eps, key_eps = float_of_bits(np.int32(args[13])), float_of_bits(np.int32(args[14]))
         places = carray(pointer(args[15]), count, np.int64)
+        numbers = carray(pointer(args[18]), count, np.int64)
         half = turned // 2
         row_bytes = (queries + 2 * pairs) * size * width
         while True:
@@ -239,8 +243,8 @@ def _rotate(stored: Any) -> int:
                 return
             for at in range(first, min(first + ROWS, count)):
                 begin = args[2] + at * row_bytes
-                cos = carray(pointer(args[6] + at * turned * 4), turned, np.float32)
-                sin = carray(pointer(args[7] + at * turned * 4), turned, np.float32)
+                cos = carray(pointer(args[6] + numbers[at] * turned * 4), turned, np.float32)
+                sin = carray(pointer(args[7] + numbers[at] * turned * 4), turned, np.float32)
                 for head in range(queries + pairs):
                     of_key = head >= queries
                     norm, whole = (args[11], args[12]) if of_key else (args[9], args[10])

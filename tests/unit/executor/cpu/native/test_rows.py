@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pagekv.executor.cpu.native.rows import add_norm, gated, narrowed, rotate
-from pagekv.executor.model.decoder import RmsNorm
+from pagekv.executor.cpu.native.rows import add_norm, embed, gated, narrowed, rotate
+from pagekv.executor.model.decoder import Embedding, RmsNorm
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -50,6 +50,16 @@ def test_adding_and_norms(dtype: torch.dtype, count: int, added: int, first: int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("factor", [1.0, 22.625])
+def test_embeddings(dtype: torch.dtype, count: int, factor: float) -> None:
+    """Bit for bit as torch scales them."""
+    torch.manual_seed(0)
+    table, token_ids = torch.randn(70, 48).to(dtype), torch.randint(70, (count,))
+    assert torch.equal(embed(Embedding(table, factor), token_ids), table[token_ids] * factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gates(dtype: torch.dtype, count: int, activation: str) -> None:
     torch.manual_seed(0)
@@ -69,14 +79,15 @@ def test_rotation_and_storing(dtype: torch.dtype, count: int, rotated: int, norm
     before = heads.float().clone()
     lengths = (size, size) if norms == "head" else (queries * size, pairs * size)
     query_norm, key_norm = (norm_of(length, 1e-3) if norms else None for length in lengths)
-    angles = torch.rand(count, rotated // 2) * math.tau
+    angles = torch.rand(count + 5, rotated // 2) * math.tau
+    numbers = torch.randint(len(angles), (count,))
     rotation = (torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()) if rotated else None
     # As a layer's view of a pool: blocks are apart.
     pool = torch.zeros(num_blocks, 3, 2, block_size, pairs, size, dtype=dtype)
     keys, values = pool[:, 1, 0], pool[:, 1, 1]
     slots = torch.randperm(num_blocks * block_size)[:count]
     places = slots // block_size * keys.stride(0) + slots % block_size * keys.stride(1)
-    rotate(heads, (queries, pairs), rotation, query_norm, key_norm, places, keys, values)
+    rotate(heads, (queries, pairs), rotation, numbers, query_norm, key_norm, places, keys, values)
 
     query, key = before[:, :queries], before[:, queries : queries + pairs]
     if norms == "head":
@@ -89,7 +100,8 @@ def test_rotation_and_storing(dtype: torch.dtype, count: int, rotated: int, norm
         turned, rest = both.split((rotated, size - rotated), -1)
         left, right = turned.chunk(2, -1)
         half_turned = torch.cat([-right, left], -1)
-        both = torch.cat([turned * rotation[0][:, None] + half_turned * rotation[1][:, None], rest], -1)
+        cos, sin = (table[numbers][:, None] for table in rotation)
+        both = torch.cat([turned * cos + half_turned * sin, rest], -1)
     assert near(heads[:, : queries + pairs], both)
     assert torch.equal(heads[:, queries + pairs :].float(), before[:, queries + pairs :])
     assert torch.equal(keys[slots // block_size, slots % block_size], heads[:, queries : queries + pairs])
