@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, SequenceState
@@ -32,13 +32,14 @@ def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sample
 def _sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
     # argmax returns the first of equal values, and a NaN if there is one. NumPy takes a tenth of torch's time.
     numbers = (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy()
-    best = numbers.argmax(axis=-1)
-    wrong = np.isnan(numbers[np.arange(len(best)), best])
-    greedy_ids: list[int] = np.where(wrong, NOT_A_NUMBER.token_id, best).tolist()
-    return [
-        Sampled(token_id) if is_plain(state) else sample_row(row, state, _sums)
-        for row, state, token_id in zip(numbers, states, greedy_ids, strict=True)
-    ]
+    greedy_ids: list[int] = numbers.argmax(axis=-1).tolist()
+    found: list[Sampled] = []
+    for number, (state, token_id) in enumerate(zip(states, greedy_ids, strict=True)):
+        if not is_plain(state):
+            found.append(sample_row(numbers[number], state, _sums))
+        else:
+            found.append(NOT_A_NUMBER if math.isnan(numbers.item(number, token_id)) else Sampled(token_id))
+    return found
 
 
 def _sums(weights: Float64s) -> Float64s:
