@@ -47,6 +47,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        # All that is there by now stays.
         gc.freeze()
         gc.enable()
 

@@ -11,13 +11,17 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support.executor.split_model import rank_0_of, shards_of_this_process
+from support.clients.held_port import held_port
+from support.clients.stack import ROOT, environment
+from support.executor.split_model import WAIT_S, shards_of_this_process
 
 # By name: what is wide in it, as a family's configuration has it. Wide weights make one token stand out.
 MODELS = {
@@ -28,6 +32,34 @@ MODELS = {
 }
 # Sequences of a step: few steps, since every step is many collectives.
 BATCH = 150
+
+
+def rank_0_of(arguments: Sequence[str], ranks: int) -> str:
+    """The output of rank 0 of so many, which run Python with these arguments. Raises AssertionError with the last words
+    of a rank that failed.
+    """
+    env = environment()
+    env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
+    with held_port() as port:
+        env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**env, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            outputs = [process.communicate(timeout=2 * WAIT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    failed = [output[-3000:] for process, output in zip(processes, outputs, strict=True) if process.returncode]
+    assert not failed, "\n---\n".join(failed)
+    return outputs[0]
 
 
 def answer(directory: Path, dtype: str, prompts: list[list[int]], new: int) -> list[list[int]]:

@@ -128,7 +128,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """RESOURCE_EXHAUSTED. A bounded queue is full: too many requests wait or too many answers are unread, of all callers
     or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls or watches as it may; or
     all callers together have as many watches as there can be. RetryInfo has the delay before the next attempt;
-    ErrorInfo.metadata has the `limit` and the `flag` that sets it.
+    ErrorInfo.metadata has the `limit` and, if a flag sets it, the `flag`.
     """
     LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
     """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant does not allow the call now.
@@ -185,7 +185,7 @@ QUEUE_FULL: ErrorReason.ValueType  # 4
 """RESOURCE_EXHAUSTED. A bounded queue is full: too many requests wait or too many answers are unread, of all callers
 or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls or watches as it may; or
 all callers together have as many watches as there can be. RetryInfo has the delay before the next attempt;
-ErrorInfo.metadata has the `limit` and the `flag` that sets it.
+ErrorInfo.metadata has the `limit` and, if a flag sets it, the `flag`.
 """
 LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
 """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant does not allow the call now.

@@ -312,12 +312,13 @@ def test_ranks_are_shown_with_their_work_where_there_are_some(site: Site) -> Non
     text, rows, fits, _ = site.browser.run(look, [1000 + rank for rank in range(64)])
     assert "the slowest 16 of 64, rank 63 the slowest, skew 63 µs" in text
     assert [row.split()[1] for row in rows] == [str(rank) for rank in range(48, 64)]
+    assert fits
     # A phone has one column, which begins with the map.
     site.browser.look(390, 844)
     site.browser.settle()
-    above = "return document.getElementById('ranks').offsetTop > document.getElementById('device').offsetTop"
-    assert site.browser.run(f"pagekv.ranks.show([7, 9]); {above}")
-    assert fits
+    above = "document.getElementById('ranks').offsetTop > document.getElementById('device').offsetTop"
+    fits = "document.documentElement.scrollWidth <= innerWidth"
+    assert site.browser.run(f"pagekv.ranks.show([7, 9]); return [{above}, {fits}]") == [True, True]
     # As the manager tells it, there are none.
     site.client.generate(TEXT, max_tokens=4, ignore_eos=True)
     wait(lambda: site.browser.run("return document.getElementById('ranks').hidden"))

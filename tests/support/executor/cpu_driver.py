@@ -180,6 +180,7 @@ class Driver:
 
     def preempt(self, state: SequenceState) -> None:
         """Drops the sequence's blocks: everything is computed again, elsewhere."""
+        self.backend.finish([state])
         # Poison: a sequence that still reads here gets NaN.
         self.backend.cache.device[state.block_table] = math.nan
         self.free[:0] = state.block_table
@@ -187,6 +188,7 @@ class Driver:
 
     def swap_out_and_in(self, state: SequenceState) -> None:
         """Moves the sequence to the host pool and back into other blocks."""
+        self.backend.finish([state])
         host = list(range(len(state.block_table)))[::-1]
         self.backend.copy_blocks(BlockCopies(CopyDirection.SWAP_OUT, state.block_table, host))
         self.backend.cache.device[state.block_table] = math.nan

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.clients.held_port import held_port
-from support.clients.stack import ROOT, environment
 
 if TYPE_CHECKING:
     from pagekv.executor.model.shards import Shards
 
 WAIT_S = 300.0
-# For both backends. Neither starts a thread while it is imported, which a fork would lose.
-PRELOADED = ["support.executor.cuda_host", "pagekv.executor.cpu.backend", "torch.distributed.tensor"]
+# None of them starts a thread while it is imported, which a fork would lose.
+PRELOADED = ["pagekv.executor.cpu.backend", "torch.distributed.tensor"]
 # Beams of a search, and the token that ends one.
 BEAMS, END = 3, 7
 
@@ -49,7 +47,7 @@ class SplitRun:
 def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
     """Of each run `cold`, `preempted`, `hits` and `sampled`, the tokens of each prompt; `beams`, those of each result;
     and `kv_heads` of each rank, whether compiled loops or fused layers computed it (`fused`), and how many graphs were
-    replayed (`replayed`). Raises AssertionError as `rank_0_of` does.
+    replayed (`replayed`). Raises AssertionError with the last words of a rank that failed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -69,41 +67,13 @@ def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
             for process in processes:
                 process.kill()
         failed = [
-            output.read_text(errors="replace")[-3000:]
+            output.read_text(errors="replace")[-3000:] if output.exists() else f"ended with {process.exitcode}"
             for process, output in zip(processes, outputs, strict=True)
             if process.exitcode != 0
         ]
         assert not failed, "\n---\n".join(failed)
         found: list[dict[str, Any]] = json.loads(outputs[0].read_text().rpartition("\nANSWERS ")[2])
         return found
-
-
-def rank_0_of(arguments: Sequence[str], ranks: int) -> str:
-    """The output of rank 0 of so many, which run Python with these arguments. Raises AssertionError with the last words
-    of a rank that failed.
-    """
-    env = environment()
-    env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
-    with held_port() as port:
-        env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, *arguments],
-                env={**env, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            outputs = [process.communicate(timeout=2 * WAIT_S)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    failed = [output[-3000:] for process, output in zip(processes, outputs, strict=True) if process.returncode]
-    assert not failed, "\n---\n".join(failed)
-    return outputs[0]
 
 
 def shards_of_this_process() -> Shards:

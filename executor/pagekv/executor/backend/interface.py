@@ -84,7 +84,8 @@ class SequenceState:
     `token_ids` are all tokens, prompt and output. Launching a step that samples appends UNKNOWN_TOKEN, which collecting
     the step replaces; so only trailing tokens are unknown. A sequence that `failed` is still computed, with token 0 in
     the place of its samples. The first `computed_tokens` positions have keys and values in the blocks of `block_table`;
-    the epoch advances the number when it has launched a step. Invariant between steps:
+    the epoch advances the number when it has launched a step. Until `Backend.finish`, blocks are appended to the table
+    and none is replaced. Invariant between steps:
     0 <= computed_tokens < len(token_ids), and computed_tokens <= len(block_table) * block_size.
     """
 

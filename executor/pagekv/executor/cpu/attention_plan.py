@@ -99,8 +99,8 @@ class CpuAttentionPlan:
 
     def advance(self, scheduled: Sequence[Scheduled]) -> bool:
         """Turns this plan into that of the next step if both are steps of decodes of the same sequences, in the same
-        order. Returns whether they are; otherwise nothing changes. Prefixes stay as they are, since what a sequence
-        has written since is its own.
+        order. Returns whether they are; otherwise nothing changes. Prefixes stay as they are: one that sequences
+        have begun to share since is read for each of them.
         """
         rows, members = self.step.rows, self.step.members
         if len(scheduled) != len(members) or len(self.sampling) != len(self._ids):

@@ -188,7 +188,8 @@ class CpuBackend:
                 self._waiting.sleep(way.threads)
 
     def finish(self, states: list[SequenceState]) -> None:
-        """Does nothing: the backend keeps no state of a sequence."""
+        """Drops the plan of the last step, which the next step cannot follow, and the states in it."""
+        self._plan = None
 
     def is_lost(self, error: Exception) -> bool:
         """False without ranks: the pools live as long as the process. True for a rank, since other ranks may have

@@ -34,7 +34,7 @@ from pagekv.executor.model.tensor_parallel import keeps_heads
 log = Log(__name__)
 
 # The steps of the check, as numbers of tokens of two sequences: a prompt whose keys fill more than one panel; a token
-# after it, beside another prompt; two decodes; and two decodes again, which replay the recorded step.
+# after it, beside another prompt; two decodes; and the decodes that follow, which replay the recorded step.
 CHECKED_STEPS, BLOCK_SIZE = ((70, 0), (1, 9), (1, 1), (1, 1)), 4
 # Each way rounds differently. The bound is the norm of the difference of all logits, relative to their norm. Small
 # random models in bfloat16 differ by 0.02.
@@ -156,23 +156,24 @@ def _logits(forward: StepForward, loaded: LoadedModel, routing: Routing | None =
     totals = [sum(counts) for counts in zip(*CHECKED_STEPS, strict=True)]
     width = -(-max(totals) // BLOCK_SIZE)
     cache = KvCache(loaded.geometry, BLOCK_SIZE, len(totals) * width)
-    computed, found = [0] * len(totals), []
+    states = [
+        SequenceState(index, [], 0, list(range(index * width, (index + 1) * width)), 0, Sampling())
+        for index in range(len(totals))
+    ]
+    plan, found = None, []
     for step, counts in enumerate(CHECKED_STEPS, 1):
         items = []
         # Leaves room for one token of each later step.
         longest = loaded.max_model_len - (len(CHECKED_STEPS) - step)
-        for index, count in enumerate(counts):
-            start = computed[index]
+        for state, count in zip(states, counts, strict=True):
+            start = len(state.token_ids)
             end = min(start + count, longest)
             if end <= start:
                 continue
-            tokens = [(7 * index + place) % loaded.vocab_size for place in range(end)]
-            table = list(range(index * width, (index + 1) * width))
-            state = SequenceState(index, tokens, end, table, start, Sampling())
+            state.token_ids += [(7 * state.seq_id + place) % loaded.vocab_size for place in range(start, end)]
             items.append(Scheduled(state, start, end - start))
-            computed[index] = end
         if items:
-            plan = plan_step(cache, items)
+            plan = plan_step(cache, items, plan)
             if routing is not None:
                 routing.sampled = [row for row, _ in plan.sampling]
             found.append(forward.logits(plan, cache).clone())

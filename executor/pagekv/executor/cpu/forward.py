@@ -20,7 +20,9 @@ class StepForward(Protocol):
     """Computes the forward pass of a step over the pools."""
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
-        """Logits `[R, vocab_size]` of the R rows that `plan.sampling` names; if it names none, those of any row."""
+        """Logits `[R, vocab_size]` of the R rows that `plan.sampling` names; if it names none, those of any row. The
+        next call may overwrite them.
+        """
         ...
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +28,7 @@ from pagekv.executor.cpu.rotations import Rotations
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder, DecoderNorms, GatedProducts, Linear
 
-# So many recorded steps are kept.
+# So many recorded steps over one pair of pools are kept.
 MOST_RECORDINGS = 16
 
 
@@ -45,10 +46,11 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Recording:
-    """A recorded step: the program, the inputs whose memory it reads, and what they hold: those of `plan` after so many
-    advances.
+    """A recorded step: the threads that it was recorded for, the program, the inputs whose memory it reads, and what
+    they hold: those of `plan` after so many advances, -1 if they hold nothing of use.
     """
 
+    threads: int
     program: Program
     inputs: DecoderInputs
     plan: weakref.ref[CpuAttentionPlan]
@@ -69,8 +71,7 @@ class FusedDecoder:
         head = decoder.take_head()
         self._make = fastest_product(head.weight.dtype)
         self._head = self._whole(self._product(head))
-        # Recorded steps have their logits here, one after the other. Memory that is never touched takes none.
-        self._logits = torch.empty(RECORDED_ROWS, len(head.weight), dtype=head.weight.dtype)
+        self._num_own_logits = len(head.weight)
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
@@ -78,9 +79,8 @@ class FusedDecoder:
             fed = self._feed_forward(layer.feed_forward)
             self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), fed))
         # Recorded steps, by pools and then by threads and shape, least recently used first. Weak keys: a recording must
-        # not keep replaced pools alive. And the shape of the last recorded step.
+        # not keep replaced pools alive.
         self._recordings: WeakKeyDictionary[KvCache, OrderedDict[object, _Recording]] = WeakKeyDictionary()
-        self._last_shape: tuple[object, ...] = ()
 
     def _product(self, part: Linear, activation: str | None = None) -> Product | TorchProduct:
         found = self._make(part.weight, part.bias, activation)
@@ -112,6 +112,11 @@ class FusedDecoder:
         """The rows `[T, hidden_size]` of the first layer."""
         return embed(self._embedding, token_ids)
 
+    @cached_property
+    def _logits(self) -> torch.Tensor:
+        """Memory for the logits of recorded steps: each of them overwrites those of the one before."""
+        return torch.empty(RECORDED_ROWS, self._num_own_logits, dtype=self._embedding.weight.dtype)
+
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         return self._decoder.scale_logits(self._unscaled(plan, cache))
 
@@ -135,16 +140,19 @@ class FusedDecoder:
         windows: list[int | None],
         recordings: OrderedDict[object, _Recording],
     ) -> _Recording | None:
-        """The recording of the step that the plan last advanced from, with the inputs of this one."""
-        key = torch.get_num_threads(), *self._last_shape
-        found = recordings.get(key)
-        if found is None or found.plan() is not plan or found.num_advances != plan.num_advances - 1:
+        """The recording of the step before, with the inputs of this one. None if the plan has not just advanced from
+        that step, or if this step runs by another number of threads, with other windows or without room in a table.
+        """
+        if not recordings:
             return None
-        if found.inputs.windows != windows or not found.inputs.advance(plan, cache, self._rotations):
+        last = recordings[next(reversed(recordings))]
+        if last.plan() is not plan or last.num_advances != plan.num_advances - 1:
             return None
-        found.num_advances += 1
-        recordings.move_to_end(key)
-        return found
+        if last.threads != torch.get_num_threads() or last.inputs.windows != windows:
+            return None
+        moved = last.inputs.advance(plan, cache, self._rotations)
+        last.num_advances = plan.num_advances if moved else -1
+        return last if moved else None
 
     def _recorded(
         self,
@@ -154,11 +162,11 @@ class FusedDecoder:
         recordings: OrderedDict[object, _Recording],
     ) -> _Recording:
         """A recording with these inputs, made now if there is none of such a step."""
-        self._last_shape = inputs.shape
-        key = torch.get_num_threads(), *self._last_shape
+        threads = torch.get_num_threads()
+        key = threads, *inputs.shape
         found = recordings.pop(key, None)
         if found is None:
-            found = _Recording(Program(), inputs, weakref.ref(plan), plan.num_advances)
+            found = _Recording(threads, Program(), inputs, weakref.ref(plan), plan.num_advances)
             with found.program.recorded():
                 self._compute(inputs, cache, found.program)
             if len(recordings) >= MOST_RECORDINGS:

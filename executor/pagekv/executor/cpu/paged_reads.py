@@ -14,11 +14,11 @@ from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix, Step
 # Most queries of a run for one KV head: rows times query heads per KV head. Their sums should stay in a core's cache;
 # a panel of keys is packed once for all of them.
 RUN_QUERIES = 256
+# Runs of this many rows or fewer are not split further, even if threads are left without a run.
+LEAST_ROWS = 8
 # The table of a decode has room for up to so many blocks more, and at least for one.
 ROOM_BLOCKS = 8
 _ROOM = [0] * ROOM_BLOCKS
-# Runs of this many rows or fewer are not split further, even if threads are left without a run.
-LEAST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,11 @@ class Rotations:
         return StepRotations(torch.arange(len(positions)), self._decoder.rotations(position_ids), fixed=False)
 
     def advance(self, rotations: StepRotations) -> bool:
-        """Moves the rotations on by one position. False if not all of the next ones are in the tables; then the
-        rotations are of no more use.
+        """Moves the rotations on by one position. False if not all of the next ones are in the tables; then nothing
+        changes.
         """
         positions = rotations.numbers.numpy()
+        if not rotations.fixed or positions.max() + 1 >= self._count:
+            return False
         positions += 1
-        return rotations.fixed and bool(positions.max() < self._count)
+        return True

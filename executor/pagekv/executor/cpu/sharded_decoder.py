@@ -39,5 +39,5 @@ class ShardedDecoder(FusedDecoder):
         return lambda rows: self._shards.gather(product(rows), self._num_logits)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """By transformers' module, since ranks may share the table."""
+        """By the model's own module: ranks may have a share of the table each."""
         return self._decoder.embed(token_ids)

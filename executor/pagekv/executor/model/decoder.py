@@ -134,7 +134,7 @@ class Decoder:
 
     @property
     def embedding(self) -> Embedding:
-        """Computes the same as `embed`."""
+        """Computes the same as `embed`, unless ranks share the table."""
         module: Any = self._embed
         factor = self._embed_factor
         # Modules with a scale of their own round it to the weight's type.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +14,15 @@ from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.backend.interface import LAYOUT, Sampled, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import (
+    LAYOUT,
+    BlockCopies,
+    CopyDirection,
+    Sampled,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.cpu.forward import StepForward
@@ -134,6 +145,46 @@ def test_unknown_element_type(llama: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_whose_logits_are_not_numbers_fails_alone(llama: Path, kind: Sampling) -> None:
     check_fails_alone(CpuBackend(llama, "m", threads=1), kind, ahead=False)
+
+
+def test_a_sequence_that_comes_back_in_other_blocks_is_read_there(llama: Path) -> None:
+    """Two decode; one leaves and comes back, with as many tokens, between two steps that would follow each other."""
+    backend = CpuBackend(llama, "m", threads=1)
+    backend.allocate(4, 16, 8)
+    prompts = prompts_of([6, 5])
+    tables = [[0, 1, 2], [4, 5, 6]]
+    states = [SequenceState(number, prompts[number], 5, tables[number], 0, Sampling()) for number in range(2)]
+
+    def step(states: list[SequenceState]) -> list[int]:
+        scheduled = [
+            Scheduled(each, each.computed_tokens, len(each.token_ids) - each.computed_tokens) for each in states
+        ]
+        sampled = backend.launch(scheduled).collect()
+        for each in states:
+            each.computed_tokens = len(each.token_ids)
+            each.token_ids.append(sampled[each.seq_id].token_id)
+        return [each.token_ids[-1] for each in states]
+
+    step(states)
+    step(states)
+    plan = weakref.ref(backend._plan)
+    step(states)
+    assert backend._plan is plan()
+    before = [(list(each.token_ids), each.computed_tokens) for each in states]
+    expected = step(states)
+    for each, (tokens, computed) in zip(states, before, strict=True):
+        each.token_ids[:], each.computed_tokens = tokens, computed
+    gone, stays = states
+    backend.copy_blocks(BlockCopies(CopyDirection.SWAP_OUT, gone.block_table, [0, 1, 2]))
+    backend.finish([gone])
+    gc.collect()
+    assert plan() is None
+    backend.copy_blocks(BlockCopies(CopyDirection.SWAP_IN, [0, 1, 2], [9, 10, 11]))
+    backend.cache.device[gone.block_table] = math.nan
+    back = SequenceState(gone.seq_id, list(gone.token_ids), 5, [9, 10, 11], gone.computed_tokens, Sampling())
+    assert step([back, stays]) == expected
+    backend.allocate(4, 16, 0)
+    assert backend._plan is None
 
 
 def test_steps_are_computed_in_the_way_that_is_chosen(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

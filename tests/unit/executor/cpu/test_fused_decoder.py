@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.executor.cpu_driver import prompts_of, save_model
+from support.executor.cpu_driver import MODELS, WINDOW, prompts_of, save_config, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
@@ -25,6 +26,14 @@ from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
 
 LENGTHS = (23, 6, 14)
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """The number of torch's threads, to which the tests return."""
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
 
 
 def fused(loaded: LoadedModel) -> FusedDecoder:
@@ -99,7 +108,7 @@ def decodes(forward: StepForward, cache: KvCache, lengths: list[int], shared: in
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_that_are_recorded_compute_the_same_numbers(
-    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit: kinds of steps in turns, over more kinds than are kept, then over other pools."""
     # Not by their times, which others on the machine change: steps that torch computes cannot be recorded.
@@ -110,7 +119,6 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
     monkeypatch.setattr(fused_decoder, "MOST_RECORDINGS", 3)
     # Sharing a single block is worth it.
     monkeypatch.setattr("pagekv.executor.cpu.attention_plan.CALL_BYTES", 1)
-    threads = torch.get_num_threads()
     for seed in range(2):
         torch.manual_seed(seed)
         cache = KvCache(loaded.geometry, 4, 64)
@@ -132,7 +140,6 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
             assert found[0].isfinite().all()
             assert torch.equal(found[0], found[2])
             assert torch.equal(found[1], found[2])
-    torch.set_num_threads(threads)
     # The first pools are gone, and with them what was recorded over them.
     gc.collect()
     assert [*forward._recordings] == [cache]
@@ -140,58 +147,80 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "table", "rope"),
+    [
+        ("llama", 2**14, "default"),
+        ("mistral", 2**14, "default"),
+        ("gemma2", 2**14, "default"),
+        # Positions leave the table of rotations; and a model has none.
+        ("llama", 32, "default"),
+        ("llama", 2**14, "dynamic"),
+    ],
+)
 def test_steps_that_follow_each_other_compute_the_same_numbers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, table: int, rope: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit as steps with plans of their own that are not recorded: over many blocks, behind a shared prefix,
     by other numbers of threads, and after a sequence has ended.
     """
     monkeypatch.setattr(fused_decoder, "fastest_product", lambda dtype: Product)
     monkeypatch.setattr("pagekv.executor.cpu.attention_plan.CALL_BYTES", 1)
-    save_model(name, tmp_path)
+    monkeypatch.setattr("pagekv.executor.cpu.rotations.POSITIONS", table)
+    config = MODELS[name]()
+    if rope == "dynamic":
+        config.rope_parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 2.0}
+    save_config(config, tmp_path)
     loaded = load_model(tmp_path, torch.float32)
     forward = fused(loaded)
-    made: list[int] = []
+    made: set[int] = set()
 
-    def counted(*given: Any) -> DecoderInputs:
-        made.append(step)
+    def noted(*given: Any) -> DecoderInputs:
+        made.add(step)
         return decoder_inputs.decoder_inputs(*given)
 
-    monkeypatch.setattr(fused_decoder, "decoder_inputs", counted)
-    lengths, size, threads = [9, 10, 3], 4, torch.get_num_threads()
-    cache, other = (KvCache(loaded.geometry, size, 128) for _ in range(2))
+    cache, other = (KvCache(loaded.geometry, 4, 128) for _ in range(2))
     cache.device[:] = torch.randn(cache.device.shape)
     other.device.copy_(cache.device)
-    states = []
-    for number, length in enumerate(lengths):
-        table = [0, 1, *range(8 + 32 * number, 8 + 32 * number + 30)] if number < 2 else list(range(96, 126))
-        tokens = [(5 * place + number) % 60 for place in range(length + 1)]
-        states.append(SequenceState(number, tokens, length, table, length, Sampling()))
+    # Two sequences share two blocks, and a third has a table of its own, with room for 60 tokens more.
+    tables = [[0, 1, *range(8, 38)], [0, 1, *range(40, 70)], list(range(96, 126))]
+    states = [
+        SequenceState(
+            number, [(5 * place + number) % 60 for place in range(length + 1)], length, blocks, length, Sampling()
+        )
+        for number, (length, blocks) in enumerate(zip((9, 10, 3), tables, strict=True))
+    ]
     plan = None
     for step in range(60):
         torch.set_num_threads(1 if step in (20, 21, 23) else 2)
         live = states if step < 50 else states[1:]
         scheduled = [Scheduled(state, state.computed_tokens, 1) for state in live]
         plan = plan_step(cache, scheduled, plan)
-        found = forward.logits(plan, cache).clone()
-        monkeypatch.setattr(decoder_inputs, "RECORDED_ROWS", 0)
-        expected = forward.logits(plan_step(other, scheduled), other)
-        monkeypatch.setattr(decoder_inputs, "RECORDED_ROWS", 64)
-        made.pop()
-        assert found.isfinite().all()
-        rows = [state.seq_id for _, state in plan.sampling]
-        by_id = dict(zip(rows, found, strict=True))
-        for (_, state), row in zip(plan_step(other, scheduled).sampling, expected, strict=True):
-            assert torch.equal(by_id[state.seq_id], row)
+        with monkeypatch.context() as patched:
+            patched.setattr(fused_decoder, "decoder_inputs", noted)
+            rows = forward.logits(plan, cache).clone()
+        found = {state.seq_id: row for (_, state), row in zip(plan.sampling, rows, strict=True)}
+        with monkeypatch.context() as patched:
+            patched.setattr(decoder_inputs, "RECORDED_ROWS", 0)
+            anew = plan_step(other, scheduled)
+            rows = forward.logits(anew, other)
+        assert rows.isfinite().all()
+        for (_, state), row in zip(anew.sampling, rows, strict=True):
+            assert torch.equal(found[state.seq_id], row)
         for state in live:
             state.computed_tokens += 1
             state.token_ids.append((7 * step + state.seq_id) % 60)
-    torch.set_num_threads(threads)
-    # New inputs are made where the number of threads changes, where a table has no more room, where a sequence ended
-    # and where a window begins to hide something. Three of the four kinds of steps were met before.
-    assert {0, 20, 22, 23, 24, 50} <= set(made)
-    assert len(made) <= 12
+    # Inputs are made at first, where the number of threads changes, where the window of "mistral" and "gemma2" begins
+    # to hide something, where a sequence has ended, and where a table is full: tables have 8 blocks, then 16.
+    expected = {0, 20, 22, 23, 24, 50}
+    if name != "llama":
+        expected |= {next(number for number in range(60) if 10 + number + 1 > WINDOW)}
+    if table == 32:
+        expected |= set(range(32 - 10, 60))
+    if rope == "dynamic":
+        expected = set(range(60))
+    assert expected <= made
+    assert len(made - expected) <= 3
 
 
 @torch.inference_mode()

@@ -50,7 +50,8 @@ def add_norm(
 def embed(embedding: Embedding, token_ids: torch.Tensor) -> torch.Tensor:
     """The scaled embeddings `[T, hidden_size]` of ids, int64 `[T]`."""
     table = embedding.weight
-    # Not the recorder's memory: every layer adds to these rows.
+    # Not the recorder's memory: every layer adds to these rows. No id is checked here: those of a step are below the
+    # vocabulary's size, and a table with fewer rows is refused when the model is loaded.
     out = torch.empty(len(token_ids), table.shape[1], dtype=table.dtype)
     factor = bits_of(embedding.factor)
     arguments = [table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), table.shape[1], factor]
@@ -89,10 +90,9 @@ def rotate(
     stores keys and values in the pools.
 
     `num_heads`: of queries and of keys. `rotation`: cosines and sines `[N, R]` for the first R elements of each head
-    (Su et al., arXiv:2104.09864; pairs as in transformers' `rotate_half`), of which the rows have those with `numbers`
-    `[T]`. `keys`, `values`: pools
-    `[num_blocks, block_size, key heads, head_size]`. `places` `[T]`: the slot of each row, in elements from the
-    beginning of a pool.
+    (Su et al., arXiv:2104.09864; pairs as in transformers' `rotate_half`). `numbers` `[T]`: the one of N that each row
+    has. `keys`, `values`: pools `[num_blocks, block_size, key heads, head_size]`. `places` `[T]`: the slot of each row,
+    in elements from the beginning of a pool.
     """
     size = heads.shape[2]
     cos, sin = rotation if rotation is not None else (None, None)

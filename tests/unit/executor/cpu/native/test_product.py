@@ -139,6 +139,10 @@ def test_no_rows_and_rows_that_are_apart(dtype: torch.dtype) -> None:
     assert multiply(torch.empty(0, 64, dtype=dtype)).shape == (0, 70)
     rows = torch.randn(9, 128).to(dtype)[:, ::2]
     assert near(multiply(rows), plain(rows, weight, bias))
+    # In the caller's memory, if asked.
+    out = torch.full((9, 70), torch.nan, dtype=dtype)
+    assert multiply(rows, out) is out
+    assert torch.equal(out, multiply(rows))
 
 
 def test_what_is_no_number_is_told_and_stays_in_its_row(dtype: torch.dtype, lanes: int | None) -> None:
