@@ -70,7 +70,8 @@ class CpuAttentionPlan:
         # padding in a group.
         rows = sorted(members, key=self._place)
         self.step = StepRows(rows, members, prefixes)
-        self._longest = max(item.start + item.count for item in scheduled)
+        # One past the last position of the step.
+        self.longest = max(item.start + item.count for item in scheduled)
         ids: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []
@@ -120,7 +121,7 @@ class CpuAttentionPlan:
             self._offsets[number] = 0
             block = item.state.block_table[item.start // self._block_size]
             self._blocks[number], self.highest_block = block, max(self.highest_block, block)
-        self._longest += 1
+        self.longest += 1
         self.num_advances += 1
         return True
 
@@ -151,7 +152,7 @@ class CpuAttentionPlan:
 
     def effective_window(self, window: int | None) -> int | None:
         """The window, or None if it hides no position in this step."""
-        return None if window is not None and window >= self._longest else window
+        return None if window is not None and window >= self.longest else window
 
 
 def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPrefix]:

@@ -60,9 +60,9 @@ class DecoderInputs:
         """Turns recordable inputs, those of the plan before it last advanced, into those of the plan. False if there
         is no room for them; then the inputs are of no more use.
         """
-        self.token_ids.numpy()[:] = plan.input_ids[0].numpy()
+        self.token_ids.numpy()[:] = plan.input_ids.numpy()[0]
         _write_places(plan, cache, self.places.numpy())
-        return rotations.advance(self.rotations) and all(
+        return rotations.advance(self.rotations, plan.longest) and all(
             reads.advance(plan.step, plan.entered, cache.block_size, window) for window, reads in self.reads.items()
         )
 

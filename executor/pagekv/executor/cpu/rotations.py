@@ -49,12 +49,12 @@ class Rotations:
             return StepRotations(torch.from_numpy(positions.copy()), self._tables, fixed=True)
         return StepRotations(torch.arange(len(positions)), self._decoder.rotations(position_ids), fixed=False)
 
-    def advance(self, rotations: StepRotations) -> bool:
-        """Moves the rotations on by one position. False if not all of the next ones are in the tables; then nothing
-        changes.
+    def advance(self, rotations: StepRotations, longest: int) -> bool:
+        """Moves the rotations on by one position each, so that all are below `longest`. False if not all of the new
+        positions are in the tables; then nothing changes.
         """
-        positions = rotations.numbers.numpy()
-        if not rotations.fixed or positions.max() + 1 >= self._count:
+        if not rotations.fixed or longest > self._count:
             return False
+        positions = rotations.numbers.numpy()
         positions += 1
         return True
