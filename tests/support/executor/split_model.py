@@ -58,14 +58,15 @@ def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
             context.Process(target=_rank, args=(runs, {**env, "RANK": str(rank)}, output), daemon=True)
             for rank, output in enumerate(outputs)
         ]
-        for process in processes:
-            process.start()
         try:
+            for process in processes:
+                process.start()
             for process in processes:
                 process.join(2 * WAIT_S)
         finally:
             for process in processes:
-                process.kill()
+                if process.pid is not None:  # or it was not started
+                    process.kill()
         failed = [
             output.read_text(errors="replace")[-3000:] if output.exists() else f"ended with {process.exitcode}"
             for process, output in zip(processes, outputs, strict=True)
