@@ -22,10 +22,11 @@ from pagekv.executor.cpu.native.slots import lanes_of, score_slots, weigh_slots
 from pagekv.executor.cpu.paged_reads import PagedDecodes
 from pagekv.executor.model.attention_interface import Scores
 
-# Slots of one head that are read before the next head's. With fewer slots, memory is read more nearly in order, but
-# queries and sums are loaded more often: on an Intel Xeon (family 6, model 167), 32 sequences of 200 tokens take 1.3
-# times as long with 2 slots as with 8, and 0.97 of the time with 16.
-AT_ONCE = 8
+# Slots of one head that are read before the next head's. With fewer slots, queries and sums are loaded more often. The
+# same slots of the next block are prefetched in the order of their addresses, because memory answers fastest in order.
+# On a 2-core AMD EPYC (Zen 3), 32 sequences of 200 tokens in float32 take 0.73 of the time that they took with 8 slots
+# and with the prefetches of one head after the other; in bfloat16 0.9 to 1.0.
+AT_ONCE = 16
 
 
 def decode_attention(
@@ -117,6 +118,10 @@ def _compiled(stored: Any, group: int, size: int) -> int:
                     total[head, member] = 0
             begin, end = begins[sequence], ends[sequence]
             last = (end - 1) // block_size
+            # If the item has all heads, the next block is prefetched in the order of addresses.
+            ahead_head, ahead_slot = size * width, slot_bytes
+            if parts == 1:
+                ahead_head, ahead_slot = AT_ONCE * size * width, size * width
             # The thread will probably take this sequence next; its first block is prefetched.
             following_sequence = max(sequence - max(1, args[22] // parts), 0)
             next_table = offsets[following_sequence] + begins[following_sequence] // block_size
@@ -145,8 +150,8 @@ def _compiled(stored: Any, group: int, size: int) -> int:
                             found + row * 4,
                             block_size * 4,
                             tops + head * group * 4,
-                            following + offset,
-                            slot_bytes,
+                            following + slot * slot_bytes + head * ahead_head,
+                            ahead_slot,
                         )
                 for head in range(num_heads):
                     for member in range(group):
@@ -182,8 +187,8 @@ def _compiled(stored: Any, group: int, size: int) -> int:
                             found + row * 4,
                             block_size * 4,
                             out_at + head * group * size * 4,
-                            following + offset,
-                            slot_bytes,
+                            following + slot * slot_bytes + head * ahead_head,
+                            ahead_slot,
                         )
             for head in range(num_heads):
                 for member in range(group):
