@@ -57,10 +57,10 @@ def prompt_attention(
     columns = -(-size // wide) * wide
     most = runs.most_rows * group
     # Each thread's scratch memory, in float32: panels of keys and of values; for each row of a run its query, weighted
-    # sum of values, maximum and sum of weights; for each row of a tile its scores, weights and products, and the factor
-    # by which its sums shrink.
+    # sum of values, maximum and sum of weights; for each row of a tile its scores and weights, and the factor by which
+    # its sums shrink.
     tile_rows = most_rows(lanes, FLOAT32)
-    numbers = KEYS * (size + columns) + most * (size + columns) + 2 * most + tile_rows * (2 * KEYS + columns + 1)
+    numbers = KEYS * (size + columns) + most * (size + columns) + 2 * most + tile_rows * (2 * KEYS + 1)
     numbers = -(-numbers // 16) * 16 + 64
     scratch = empty(torch.get_num_threads(), numbers)
     run(
@@ -102,21 +102,18 @@ def _compiled(stored: Any, lanes: int) -> int:
         # are aligned to vectors.
         keys_at, values_at = scratch, scratch + KEYS * size * 4
         scores_at = values_at + KEYS * columns * 4
-        products_at = scores_at + tile_rows * KEYS * 4
-        weights_at = products_at + tile_rows * columns * 4
-        queries_at = weights_at + tile_rows * KEYS * 4
-        sums_at = queries_at + most * size * 4
+        weights_at = scores_at + tile_rows * KEYS * 4
+        sums_at = weights_at + tile_rows * KEYS * 4
+        queries_at = sums_at + most * columns * 4
         key_panels = carray(pointer(keys_at), (KEYS // wide, size, wide), np.float32)
         value_panels = carray(pointer(values_at), (columns // wide, KEYS, wide), np.float32)
         found = carray(pointer(scores_at), (KEYS // wide, tile_rows, wide), np.float32)
-        products = carray(pointer(products_at), (columns // wide, tile_rows, wide), np.float32)
         queries = carray(pointer(queries_at), (most, size), np.float32)
-        sums = carray(pointer(sums_at), (most, columns), np.float32)
-        tops_at = sums_at + most * columns * 4
+        sums = carray(pointer(sums_at), (columns // wide, most, wide), np.float32)
+        tops_at = queries_at + most * size * 4
         totals_at = tops_at + most * 4
         shrinks_at = totals_at + most * 4
         tops, totals = carray(pointer(tops_at), most, np.float32), carray(pointer(totals_at), most, np.float32)
-        shrinks = carray(pointer(shrinks_at), tile_rows, np.float32)
         while True:
             item = take_ticket(args[0])
             if item >= num_runs * kv_heads:
@@ -133,8 +130,9 @@ def _compiled(stored: Any, lanes: int) -> int:
             for row in range(count * group):
                 tops[row] = least
                 totals[row] = 0
-                for i in range(columns):
-                    sums[row, i] = 0
+                for part in range(columns // wide):
+                    for i in range(wide):
+                        sums[part, row, i] = 0
             begin, end = begins[first], ends[first + count - 1]
             # Rows before `done` have seen all their keys: the begins and ends of a run's rows never fall.
             done = 0
@@ -251,16 +249,11 @@ def _compiled(stored: Any, lanes: int) -> int:
                             weights_at,
                             KEYS * 4,
                             values_at + part * KEYS * wide * 4,
-                            products_at + part * tile_rows * wide * 4,
+                            sums_at + (part * most + low) * wide * 4,
                             values_at,
                             0,
-                            0,
+                            shrinks_at,
                         )
-                        for row in range(height):
-                            for i in range(wide):
-                                sums[low + row, part * wide + i] = (
-                                    sums[low + row, part * wide + i] * shrinks[row] + products[part, row, i]
-                                )
             for row in range(count * group):
                 place = rows[first + row // group] * kv_heads * group + head * group + row % group
                 target = carray(pointer(args[11] + place * size * 4), size, np.float32)
@@ -273,11 +266,12 @@ def _compiled(stored: Any, lanes: int) -> int:
                     both = high + np.log(np.exp(ours - high) + np.exp(other - high))
                     mine, theirs = mine * np.exp(ours - both), np.exp(other - both)
                     ours = both
-                    for i in range(size):
-                        target[i] = target[i] * theirs + sums[row, i] * mine
-                else:
-                    for i in range(size):
-                        target[i] = sums[row, i] * mine
                 sum_of[0] = ours
+                for part in range(columns // wide):
+                    for i in range(min(wide, size - part * wide)):
+                        number = sums[part, row, i] * mine
+                        if merge != 0:
+                            number += target[part * wide + i] * theirs
+                        target[part * wide + i] = number
 
     return address_of(work)

@@ -51,7 +51,7 @@ def tile(
     out: Any,
     ahead: Any,
     ahead_step: Any,
-    added: Any,
+    factors: Any,
 ) -> Any:
     """`out = left @ panel` for `rows` rows, from 1 to `most_rows(lanes, sums)`; `lanes` and `sums` are literals.
 
@@ -59,8 +59,9 @@ def tile(
     of `panel_vectors(lanes) * lanes` columns, side by side in each of `depth` steps. A step takes 32 bits of each row
     and of each column: one float32 or two bfloat16. With BFLOAT16_WIDENED, rows are float32, and a step takes two
     numbers of each. `out`: address of float32 `[rows, columns]`. `panel` and `out` are aligned to vectors. Step s
-    prefetches memory at `ahead + s * ahead_step`. `added`: 0 to overwrite `out`, else the product is added to it.
-    `matrix_tile` computes BFLOAT16_MATRIX, and always overwrites `out`.
+    prefetches memory at `ahead + s * ahead_step`. `factors`: 0 to overwrite `out`, else the address of a float32 for
+    each row: the product is added to the row of `out` times that factor. `matrix_tile` computes BFLOAT16_MATRIX, and
+    always overwrites `out`.
     """
     lane_count, kind = lanes.literal_value, sums.literal_value
 
@@ -84,7 +85,7 @@ def tile(
 
 def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     """The loop for `count` rows."""
-    depth, left, left_row, panel, out, ahead, ahead_step, added = args
+    depth, left, left_row, panel, out, ahead, ahead_step, factors = args
     vectors = panel_vectors(lanes)
     vector = ir.VectorType(F32, lanes)
     word = vector if kind == FLOAT32 else ir.VectorType(I32, lanes)
@@ -100,10 +101,19 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     kept = builder.append_basic_block("kept")
     loop = builder.append_basic_block("step")
     after = builder.append_basic_block("sums")
-    builder.cbranch(builder.icmp_signed("!=", added, I64(0)), kept, loop)
+    builder.cbranch(builder.icmp_signed("!=", factors, I64(0)), kept, loop)
 
     builder.position_at_end(kept)
-    found = [load(builder, builder.gep(places, [I64(index)]), lanes * 4) for index in range(count * vectors)]
+    factor_of = [
+        spread(
+            builder, vector, load(builder, builder.inttoptr(builder.add(factors, I64(4 * row)), F32.as_pointer()), 4)
+        )
+        for row in range(count)
+    ]
+    found = [
+        builder.fmul(factor_of[index // vectors], load(builder, builder.gep(places, [I64(index)]), lanes * 4))
+        for index in range(count * vectors)
+    ]
     builder.branch(loop)
 
     builder.position_at_end(loop)
