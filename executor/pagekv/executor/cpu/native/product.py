@@ -65,9 +65,6 @@ AHEAD_STEPS = 16
 # reads one long piece of memory faster than short ones. On an AMD EPYC with AVX2 alone (family 25, model 1), 1 to 4
 # rows take 0.85 to 0.95 of the time with this and AHEAD_STEPS. Before, a tile fetched an eighth of a panel ahead.
 TICKET_BYTES = 2**17
-# A factor of 1 for each row of a tile, and its address.
-_ONES = np.ones(8, np.float32)
-_ONES_AT = _ONES.ctypes.data
 # Up to so many multiplications one thread computes alone: waking the others would take longer.
 ALONE = 2**18
 
@@ -105,6 +102,12 @@ class Product:
         # Addresses of the panels and of the bias. A step with experts passes those of hundreds of products.
         self._addresses = [self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()]
         self._most = most_rows(lanes, sums)
+        # A factor of 1 for each row of a tile.
+        self._ones = torch.ones(self._most)
+        # So many rows are a single tile; more may be two tiles of the matrix unit. And the panels that a thread then
+        # takes at a time.
+        self._single = min(self._most, ROWS)
+        self._at_once = max(1, TICKET_BYTES // self._panels[0].nbytes)
         self._tile_numbers = self._most * wide + 2 * SHAPES_BYTES // 4
         self._widens = sums == BFLOAT16_WIDENED
         self._chunk_rows = CHUNK_ROWS
@@ -165,18 +168,18 @@ class Product:
         scratch = empty(threads * own)
         # A single tile reads weights at the rate of memory. With few panels they are shared out one by one.
         taken = 1
-        if chunks == 1 and count <= self._most:
-            taken = max(1, min(TICKET_BYTES // self._panels[0].nbytes, len(self._panels) // (4 * threads)))
+        if chunks == 1 and count <= self._single:
+            taken = min(self._at_once, max(1, len(self._panels) // (4 * threads)))
         run(
             self._of_several() if parts else self._function,
             (
                 *(count, self._columns, self._depth, chunks, len(self._panels), threads),
                 *(rows.data_ptr(), self._addresses[0], out.data_ptr(), self._addresses[1]),
-                *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows, taken, _ONES_AT),
+                *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows, taken, self._ones.data_ptr()),
                 *parts,
             ),
             alone=threads == 1,
-            held=(rows, self._panels, out, scratch),
+            held=(rows, self._panels, out, scratch, self._ones),
         )
         return out
 
@@ -210,7 +213,8 @@ def _compiled(stored: Any, lanes: int, sums: int, several: bool) -> int:
         if matrix:
             keep_shapes(shapes)
         # Panels that a thread takes at a time, and how many such groups there are.
-        taken, groups = args[15], (panels + args[15] - 1) // args[15]
+        taken = args[15]
+        groups = (panels + taken - 1) // taken
         chunk = panel = left_to_take = 0
         while True:
             if left_to_take:
