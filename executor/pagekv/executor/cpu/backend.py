@@ -22,7 +22,7 @@ from pagekv.executor.backend.interface import (
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.instruction_set import instruction_set
-from pagekv.executor.cpu.kv_cache import AHEAD_BYTES, KvCache
+from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import plan_step, run_step
@@ -136,7 +136,7 @@ class CpuBackend:
             )
         self._cache = KvCache(self._loaded.geometry, block_size, num_device_blocks, num_host_blocks)
         profiled = [profile.activation_bytes for profile in self._info.profiles.values()]
-        self._step_memory = StepMemory(min(AHEAD_BYTES, max(profiled, default=0)))
+        self._step_memory = StepMemory(max(profiled, default=0))
 
     @property
     def cache(self) -> KvCache:

@@ -14,8 +14,10 @@ from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.model.loading import BlockGeometry
 
 # While idle, the pages of AHEAD_BYTES of the device pool after the last written block are populated, PIECE_BYTES at a
-# time. In a virtual machine whose host first has to find fresh pages, page faults cost a tenth of the serving time.
-AHEAD_BYTES, PIECE_BYTES = 2**28, 2**21
+# time. In a virtual machine whose host first has to find fresh pages, page faults cost a tenth of the serving time: on
+# an AMD EPYC (family 25, model 17) they take 2.2 s a GiB, and 32 requests that write 118 MB 2.56 s instead of 2.33. So
+# the pages must suffice for a load that goes on for a while without a pause.
+AHEAD_BYTES, PIECE_BYTES = 2**30, 2**21
 # Bytes that one operator copies. It needs a temporary of the same size, and memory might be short for all of a large
 # swap.
 COPIED_BYTES = 2**27

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import torch
 
-PIECE_BYTES = 2**21
+# So much is touched at most, PIECE_BYTES at a time.
+MOST_BYTES, PIECE_BYTES = 2**28, 2**21
 
 
 class StepMemory:
-    """Buffers with as many bytes in all as a step takes. Once all are written, they are freed: the C library keeps
-    their pages, if it was told to and threads share a heap (`pagekv.common.freed_memory`).
+    """Buffers with as many bytes in all as a step takes, at most MOST_BYTES. Once all are written, they are freed: the
+    C library keeps their pages, if it was told to and threads share a heap (`pagekv.common.freed_memory`).
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._left = -(-num_bytes // PIECE_BYTES)
+        self._left = -(-min(num_bytes, MOST_BYTES) // PIECE_BYTES)
         # Small pieces, because glibc before 2.35 gives one large buffer back to the kernel.
         self._written: list[torch.Tensor] = []
 

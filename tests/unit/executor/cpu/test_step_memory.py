@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.clients.stack import environment
 
-from pagekv.executor.cpu.step_memory import PIECE_BYTES, StepMemory
+from pagekv.executor.cpu.step_memory import MOST_BYTES, PIECE_BYTES, StepMemory
 
 # Prints the fresh pages of a worker thread that takes 80 MiB in buffers of 10.
 CODE = """
@@ -59,6 +59,14 @@ def test_the_first_step_takes_fresh_pages_only_where_none_were_prepared() -> Non
 def test_it_is_written_a_piece_at_a_time() -> None:
     memory = StepMemory(2 * PIECE_BYTES + 1)
     assert [memory.prepare() for _ in range(4)] == [True, True, False, False]
+
+
+def test_a_large_one_is_written_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype: torch.empty(0))
+    memory, pieces = StepMemory(2 * MOST_BYTES), 1
+    while memory.prepare():
+        pieces += 1
+    assert pieces == MOST_BYTES // PIECE_BYTES
 
 
 def test_without_memory_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
