@@ -14,7 +14,7 @@ import pytest
 from peers import __main__ as bench
 from peers import models
 from peers.answering import answer
-from peers.cpu_time import machine_s, neighbours, tree_s
+from peers.cpu_time import IDLE_CORES, MOST_PAUSES, PAUSE_S, machine_s, neighbours, tree_s, wait_until_idle
 from peers.floor import Floor, ModelShape, Step, floor_of, read_shape, steps_of
 from peers.machine_rates import MachineRates
 from peers.players import Player, Turn
@@ -231,3 +231,23 @@ def test_neighbours_are_gone_afterwards() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("work", "pauses"), [([], 1), ([1.0, 0.3], 3), ([PAUSE_S * IDLE_CORES / 2], 1)])
+def test_a_turn_waits_until_players_are_idle(work: list[float], pauses: int) -> None:
+    """`work`: CPU seconds in each pause."""
+    used, paused = 0.0, list[float]()
+
+    def pause(seconds: float) -> None:
+        nonlocal used
+        used += work[len(paused)] if len(paused) < len(work) else 0.0
+        paused.append(seconds)
+
+    wait_until_idle([7], lambda pids: used if pids == [7] else -1.0, pause)
+    assert paused == [PAUSE_S] * pauses
+
+
+def test_a_turn_does_not_wait_for_ever() -> None:
+    paused = list[float]()
+    wait_until_idle([7], lambda _: float(len(paused)), paused.append)
+    assert len(paused) == MOST_PAUSES

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +15,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 # Fields of the first line of /proc/stat, see proc_stat(5), that are work: user, nice, system, irq, softirq, and what
 # the hypervisor gave to others.
 WORK = (0, 1, 2, 5, 6, 7)
+# Processes are idle once they use at most IDLE_CORES for PAUSE_S. After MOST_PAUSES it is no longer waited for.
+PAUSE_S, IDLE_CORES, MOST_PAUSES = 0.5, 0.05, 40
 
 
 def machine_s(proc: Path = PROC) -> float:
@@ -38,6 +41,19 @@ def tree_s(pid: int, proc: Path = PROC) -> float:
 def trees_s(pids: Iterable[int]) -> float:
     """CPU seconds of all of them."""
     return sum(map(tree_s, pids))
+
+
+def wait_until_idle(
+    pids: Collection[int],
+    used_s: Callable[[Collection[int]], float] = trees_s,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits PAUSE_S or a multiple of it, until these processes and those below them are idle."""
+    for _ in range(MOST_PAUSES):
+        before = used_s(pids)
+        pause(PAUSE_S)
+        if used_s(pids) - before <= IDLE_CORES * PAUSE_S:
+            return
 
 
 @contextmanager
