@@ -2,10 +2,12 @@
 prefixes that several sequences share.
 
 Keys and values of a few blocks at a time are packed into panels for `tile`, which multiplies all rows of a run with
-them. The softmax is computed online, with a running maximum and sum (FlashAttention, arXiv:2205.14135). Panels begin at
-fixed positions of a context, so a row's result does not depend on the other rows of a step. The exception is NaN among
-the values (V): if one row of a run sees it, other rows of the run may become NaN, too, because NaN times a weight of 0
-is NaN.
+them. The softmax is computed online, with a running maximum and sum (FlashAttention, arXiv:2205.14135). A processor
+that is fast at products of pairs of bfloat16 multiplies keys and values in bfloat16 as they are stored, and rounds
+weights to bfloat16, as FlashAttention does on GPUs; any other widens all of them to float32. Panels begin at fixed
+positions of a context, so a row's result does not depend on the other rows of a step. The exception is NaN among the
+values (V): if one row of a run sees it, other rows of the run may become NaN, too, because NaN times a weight of 0 is
+NaN.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import torch
 from numba import carray
 
 from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
+from pagekv.executor.cpu.native.interleave import interleave
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, prefetch, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
 from pagekv.executor.cpu.native.openmp import bits_of, empty, run
 from pagekv.executor.cpu.native.softmax import softmax_rows
-from pagekv.executor.cpu.native.tile import FLOAT32, most_rows, panel_vectors, tile
+from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, FLOAT32, most_rows, panel_vectors, tile
 from pagekv.executor.cpu.native.transpose import transpose
 from pagekv.executor.cpu.native.vectors import LINE_BYTES, vector_lanes
 from pagekv.executor.cpu.paged_reads import PagedRuns
@@ -56,6 +60,7 @@ def prompt_attention(
     wide = panel_vectors(lanes) * lanes
     columns = -(-size // wide) * wide
     most = runs.most_rows * group
+    pairs = keys.dtype == torch.bfloat16 and size % 2 == 0 and bfloat16_sums() == BFLOAT16_DOT
     # Each thread's scratch memory, in float32: panels of keys and of values; for each row of a run its query, weighted
     # sum of values, maximum and sum of weights; for each row of a tile its scores and weights, and the factor by which
     # its sums shrink.
@@ -64,7 +69,7 @@ def prompt_attention(
     numbers = -(-numbers // 16) * 16 + 64
     scratch = empty(torch.get_num_threads(), numbers)
     run(
-        _compiled(STORED[keys.dtype], lanes),
+        _compiled(STORED[keys.dtype], lanes, BFLOAT16_DOT if pairs else FLOAT32),
         (
             *(len(runs.firsts) - 1, kv_heads, pools.block_size, keys.stride(0), keys.stride(1)),
             *(keys.data_ptr(), values.data_ptr(), query.data_ptr(), query.stride(0), query.stride(1)),
@@ -78,8 +83,14 @@ def prompt_attention(
 
 
 @cache
-def _compiled(stored: Any, lanes: int) -> int:
+def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
+    """Address of the function. `sums_kind`: FLOAT32 or BFLOAT16_DOT of `tile`."""
     width = np.dtype(stored).itemsize
+    # Queries, panels and weights have words of 32 bits: one float32 each, or two bfloat16. To be copied, two bfloat16
+    # are taken for one float32.
+    paired = 2 if sums_kind == BFLOAT16_DOT else 1
+    weight_bytes = 4 // paired
+    word_type, word_bytes = (np.float32, 4) if paired == 2 else (stored, width)
     wide = panel_vectors(lanes) * lanes
     tile_rows = most_rows(lanes, FLOAT32)
     least = np.float32(-np.inf)
@@ -87,6 +98,7 @@ def _compiled(stored: Any, lanes: int) -> int:
     def work(raw: Any) -> None:
         args = carray(raw, 29, np.int64)
         group, size = args[27], args[28]
+        words = size // paired
         columns = (size + wide - 1) // wide * wide
         num_runs, kv_heads, block_size = args[1], args[2], args[3]
         block_bytes, slot_bytes = args[4] * width, args[5] * width
@@ -98,19 +110,19 @@ def _compiled(stored: Any, lanes: int) -> int:
         merge, most = args[22], args[25]
         # The second ticket is the number of the thread.
         scratch = args[23] + take_ticket(args[0] + 8) * args[24]
-        # Keys `[KEYS / wide, size, wide]`, values `[columns / wide, KEYS, wide]`, and results of `tile`: all of them
+        # Keys `[KEYS / wide, words, wide]`, values `[columns / wide, KEYS / paired, wide]`, and results of `tile`: all
         # are aligned to vectors.
-        keys_at, values_at = scratch, scratch + KEYS * size * 4
-        scores_at = values_at + KEYS * columns * 4
+        keys_at, values_at = scratch, scratch + KEYS * words * 4
+        scores_at = values_at + KEYS // paired * columns * 4
         weights_at = scores_at + tile_rows * KEYS * 4
         sums_at = weights_at + tile_rows * KEYS * 4
         queries_at = sums_at + most * columns * 4
-        key_panels = carray(pointer(keys_at), (KEYS // wide, size, wide), np.float32)
+        key_panels = carray(pointer(keys_at), (KEYS // wide, words, wide), np.float32)
         value_panels = carray(pointer(values_at), (columns // wide, KEYS, wide), np.float32)
         found = carray(pointer(scores_at), (KEYS // wide, tile_rows, wide), np.float32)
-        queries = carray(pointer(queries_at), (most, size), np.float32)
+        queries = carray(pointer(queries_at), (most, words), np.float32)
         sums = carray(pointer(sums_at), (columns // wide, most, wide), np.float32)
-        tops_at = queries_at + most * size * 4
+        tops_at = queries_at + most * words * 4
         totals_at = tops_at + most * 4
         shrinks_at = totals_at + most * 4
         tops, totals = carray(pointer(tops_at), most, np.float32), carray(pointer(totals_at), most, np.float32)
@@ -124,9 +136,9 @@ def _compiled(stored: Any, lanes: int) -> int:
             for row in range(count):
                 for member in range(group):
                     at = rows[first + row] * args[9] + (head * group + member) * args[10]
-                    source = carray(pointer(args[8] + at * width), size, stored)
-                    for i in range(size):
-                        queries[row * group + member, i] = widen(source[i]) * scale
+                    source = carray(pointer(args[8] + at * width), words, word_type)
+                    for i in range(words):
+                        queries[row * group + member, i] = widen(source[i])
             for row in range(count * group):
                 tops[row] = least
                 totals[row] = 0
@@ -144,23 +156,43 @@ def _compiled(stored: Any, lanes: int) -> int:
                     near = args[6] + tables[table + min(place, end - 1) // block_size] * block_bytes
                     near += place % block_size * slot_bytes + head * size * width
                     whole = place >= begin and place + lanes <= end and place % block_size + lanes <= block_size
-                    if whole and size % lanes == 0:
-                        for i in range(0, size, lanes):
-                            target = keys_at + ((panel * size + i) * wide + lane) * 4
-                            transpose(lanes, width, near + i * width, slot_bytes, target, wide * 4)
+                    if whole and words % lanes == 0:
+                        for i in range(0, words, lanes):
+                            target = keys_at + ((panel * words + i) * wide + lane) * 4
+                            transpose(lanes, word_bytes, near + i * word_bytes, slot_bytes, target, wide * 4)
                         continue
                     for slot in range(low, low + lanes):
                         place, lane = start + slot, slot % wide
                         if place < begin or place >= end:
-                            for i in range(size):
+                            for i in range(words):
                                 key_panels[panel, i, lane] = 0
                         else:
                             at = args[6] + tables[table + place // block_size] * block_bytes
                             at += place % block_size * slot_bytes + head * size * width
-                            key = carray(pointer(at), size, stored)
-                            for i in range(size):
+                            key = carray(pointer(at), words, word_type)
+                            for i in range(words):
                                 key_panels[panel, i, lane] = widen(key[i])
-                for slot in range(KEYS):
+                # Pairs: a word has the same column of two slots.
+                for slot in range(0, KEYS if paired == 2 else 0, 2):
+                    lower = upper = 0
+                    place = start + slot
+                    if begin <= place < end:
+                        lower = args[7] + tables[table + place // block_size] * block_bytes
+                        lower += place % block_size * slot_bytes + head * size * width
+                    place += 1
+                    if begin <= place < end:
+                        upper = args[7] + tables[table + place // block_size] * block_bytes
+                        upper += place % block_size * slot_bytes + head * size * width
+                    for part in range(columns // wide):
+                        shift = part * wide * width
+                        interleave(
+                            lower + shift if lower else 0,
+                            upper + shift if upper else 0,
+                            min(wide, size - part * wide),
+                            wide,
+                            values_at + (part * KEYS + slot) // 2 * wide * 4,
+                        )
+                for slot in range(0 if paired == 2 else KEYS):
                     place = start + slot
                     if place < begin or place >= end:
                         for part in range(columns // wide):
@@ -196,16 +228,16 @@ def _compiled(stored: Any, lanes: int) -> int:
                             prefetch(args[6] + at + line)
                             prefetch(args[7] + at + line)
                     fetched = share
-                    left = queries_at + low * size * 4
+                    left = queries_at + low * words * 4
                     for panel in range((here + wide - 1) // wide):
                         tile(
                             lanes,
-                            FLOAT32,
+                            sums_kind,
                             height,
-                            size,
+                            words,
                             left,
-                            size * 4,
-                            keys_at + panel * size * wide * 4,
+                            words * 4,
+                            keys_at + panel * words * wide * 4,
                             scores_at + panel * tile_rows * wide * 4,
                             keys_at,
                             0,
@@ -216,7 +248,7 @@ def _compiled(stored: Any, lanes: int) -> int:
                             for row in range(height):
                                 for i in range(wide):
                                     # tanh by `exp`, which LLVM inlines: no function call for each number.
-                                    score = found[panel, row, i]
+                                    score = found[panel, row, i] * scale
                                     shrunk = exp(np.float32(-2) * abs(score) / cap)
                                     bent = cap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
                                     found[panel, row, i] = bent if score > 0 else -bent
@@ -233,22 +265,24 @@ def _compiled(stored: Any, lanes: int) -> int:
                         wide,
                         tile_rows,
                         KEYS,
+                        weight_bytes,
                         height,
                         scores_at,
                         weights_at,
                         tops_at + low * 4,
                         totals_at + low * 4,
                         shrinks_at,
+                        scale if cap == 0 else np.float32(1),
                     )
                     for part in range(columns // wide):
                         tile(
                             lanes,
-                            FLOAT32,
+                            sums_kind,
                             height,
-                            here,
+                            (here + paired - 1) // paired,
                             weights_at,
-                            KEYS * 4,
-                            values_at + part * KEYS * wide * 4,
+                            KEYS // paired * 4,
+                            values_at + part * (KEYS // paired) * wide * 4,
                             sums_at + (part * most + low) * wide * 4,
                             values_at,
                             0,

@@ -14,6 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagekv.executor.cpu.native.numbers import EXP, LEAST
+from pagekv.executor.cpu.native.stored_rows import rounded
 from pagekv.executor.cpu.native.vectors import F32, I32, I64, load_at, spread
 
 
@@ -24,14 +25,17 @@ def softmax_rows(
     wide: Any,
     tile_rows: Any,
     keys: Any,
+    width: Any,
     count: Any,
     scores: Any,
     weights: Any,
     tops: Any,
     totals: Any,
     shrinks: Any,
+    scale: Any,
 ) -> Any:
-    """Adds the scores of each row r, of which there are `count`, at least 1, to its softmax:
+    """Multiplies the scores of each row r, of which there are `count`, at least 1, by `scale`, and adds them to the
+    row's softmax:
 
     - `tops[r]` becomes the maximum of itself and of the scores that are not NaN;
     - `shrinks[r]` is exp(old top - new top), but 0 if the old top was minus infinity;
@@ -39,14 +43,17 @@ def softmax_rows(
     - `totals[r]` becomes `totals[r] * shrinks[r]` plus the sum of the weights, which is NaN if a score is NaN.
 
     Literals: `lanes` of a vector, a divisor of `wide`; `wide`, a divisor of `keys`; `tile_rows`; `keys`, the number of
-    scores of a row. All others are int64: `count`, and addresses of float32. `scores` is
+    scores of a row; `width`, the bytes of a stored weight: 4, or 2 for weights that are rounded to bfloat16, after they
+    were added to the total. `scale` is a float32. All others are int64: `count`, and addresses of float32. `scores` is
     `[keys / wide, tile_rows, wide]`, `weights` is `[count, keys]`.
     """
     lane_count, panel, panel_rows, columns = (each.literal_value for each in (lanes, wide, tile_rows, keys))
+    num_bytes = width.literal_value
     vector = ir.VectorType(F32, lane_count)
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        count, scores, weights, tops, totals, shrinks = args[4:]
+        count, scores, weights, tops, totals, shrinks, scale = args[5:]
+        factor = spread(builder, vector, scale)
         before, loop = builder.block, builder.append_basic_block("row")
         after = builder.append_basic_block("rows.done")
         builder.branch(loop)
@@ -63,7 +70,8 @@ def softmax_rows(
         found = []
         for first in range(0, columns, lane_count):
             offset = first // panel * panel_rows * panel + first % panel
-            found.append(load_at(builder, place(scores, 4 * panel, 4 * offset), vector, 4))
+            score = load_at(builder, place(scores, 4 * panel, 4 * offset), vector, 4)
+            found.append(builder.fmul(score, factor))
         old = builder.load(number(tops))
         top = _larger(builder, _largest(builder, found), old)
         spread_top = spread(builder, vector, top)
@@ -75,8 +83,9 @@ def softmax_rows(
             weight = exp_of(builder, builder.fsub(score, spread_top))
             unseen = builder.fcmp_ordered("==", score, ir.Constant(vector, [float("-inf")] * lane_count))
             weight = builder.select(unseen, vector([0.0] * lane_count), weight)
-            target = builder.inttoptr(place(weights, 4 * columns, 4 * index * lane_count), vector.as_pointer())
-            builder.store(weight, target).align = 4
+            target = place(weights, num_bytes * columns, num_bytes * index * lane_count)
+            stored = weight if num_bytes == 4 else rounded(builder, weight)
+            builder.store(stored, builder.inttoptr(target, stored.type.as_pointer())).align = num_bytes
             total = builder.fadd(total, weight)
         reduce = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(F32, [F32, vector]), f"llvm.vector.reduce.fadd.v{lane_count}f32"
@@ -91,7 +100,8 @@ def softmax_rows(
         builder.position_at_end(after)
         return context.get_dummy_value()
 
-    return types.void(lanes, wide, tile_rows, keys, *(types.int64 for _ in range(6))), generate
+    numbers = (types.int64 for _ in range(6))
+    return types.void(lanes, wide, tile_rows, keys, width, *numbers, types.float32), generate
 
 
 def exp_of(builder: Any, x: Any) -> Any:

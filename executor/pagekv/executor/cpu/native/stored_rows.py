@@ -36,7 +36,7 @@ def store_rows(
             with cgutils.for_range_slice(builder, I64(0), count, I64(lane_count)) as (at, _):
                 place = builder.add(source, builder.mul(at, I64(4)))
                 found = load_at(builder, place, ir.VectorType(F32, lane_count), 4 * lane_count)
-                stored = found if num_bytes == 4 else _rounded(builder, found)
+                stored = found if num_bytes == 4 else rounded(builder, found)
                 place = builder.add(target, builder.mul(at, I64(num_bytes)))
                 builder.store(stored, builder.inttoptr(place, stored.type.as_pointer())).align = num_bytes
         return context.get_dummy_value()
@@ -44,7 +44,7 @@ def store_rows(
     return types.void(lanes, width, *(types.int64 for _ in range(6))), generate
 
 
-def _rounded(builder: Any, numbers: Any) -> Any:
+def rounded(builder: Any, numbers: Any) -> Any:
     """The bits of the bfloat16 nearest to each float32 of a vector, ties to even; NaN stays NaN. The processor's
     instruction takes subnormal numbers as 0.
     """

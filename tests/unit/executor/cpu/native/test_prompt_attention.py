@@ -11,7 +11,10 @@ import torch
 from pagekv.executor.cpu.gathered_attention import attend
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native import prompt_attention as prompt_module
+from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
 from pagekv.executor.cpu.native.prompt_attention import prompt_attention
+from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, BFLOAT16_WIDENED
+from pagekv.executor.cpu.native.vectors import features
 from pagekv.executor.cpu.paged_reads import PagedRuns
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.loading import BlockGeometry
@@ -34,19 +37,42 @@ def runs_of(seen: list[list[tuple[int, int]]], tables: np.ndarray) -> PagedRuns:
     )
 
 
-def plain(pools: KvCache, query: torch.Tensor, runs: PagedRuns, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[T, heads, size]` and log-sum-exp `[T, heads]`, in float64."""
+def check(
+    pools: KvCache,
+    query: torch.Tensor,
+    runs: PagedRuns,
+    scores: Scores,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sums: int,
+) -> None:
+    """Compares output `[T, heads, size]` and log-sum-exp `[T, heads]` with those of float64. Where pairs of bfloat16
+    are multiplied, each weight may be rounded to bfloat16.
+    """
+    rounds = query.dtype == torch.bfloat16 and query.shape[2] % 2 == 0 and sums == BFLOAT16_DOT
+    expected, logarithms, absolute = plain(pools, query, runs, scores)
+    assert ((out - expected).abs() <= 5e-6 * (1 + expected.abs()) + (2**-8 * absolute if rounds else 0)).all()
+    assert torch.allclose(lse.double(), logarithms, rtol=1e-5, atol=1e-5)
+
+
+def plain(
+    pools: KvCache, query: torch.Tensor, runs: PagedRuns, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, log-sum-exp, and the output that the absolute values of all values (V) would have, in float64."""
     keys, values = pools.layer(1)
     out, lse = torch.zeros(query.shape, dtype=torch.float64), torch.zeros(query.shape[:2], dtype=torch.float64)
+    absolute = torch.zeros_like(out)
     for number, offset in enumerate(runs.offsets.tolist()):
         for place in range(int(runs.firsts[number]), int(runs.firsts[number + 1])):
             at = torch.arange(int(runs.begins[place]), int(runs.ends[place]))
             slots = runs.tables[offset + at // pools.block_size], at % pools.block_size
             key, value = (part[slots].double().transpose(0, 1)[None] for part in (keys, values))
             row = int(runs.rows[place])
-            found = attend(query[row].double().view(1, keys.shape[2], -1, query.shape[2]), key, value, scores)
-            out[row], lse[row] = found[0].reshape(query.shape[1:]), found[1].reshape(-1)
-    return out, lse
+            own = query[row].double().view(1, keys.shape[2], -1, query.shape[2])
+            found, sums = attend(own, key, value, scores)
+            out[row], lse[row] = found.reshape(query.shape[1:]), sums.reshape(-1)
+            absolute[row] = attend(own, key, value.abs(), scores)[0].reshape(query.shape[1:])
+    return out, lse, absolute
 
 
 def poisoned(pools: KvCache, runs: PagedRuns) -> None:
@@ -61,24 +87,34 @@ def poisoned(pools: KvCache, runs: PagedRuns) -> None:
             ).to(part.dtype)
 
 
-# Each length takes some seconds to compile.
-@pytest.fixture(params=[None, *(pytest.param(lanes, marks=pytest.mark.long) for lanes in (8, 4))])
-def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Numbers in a vector, fewer than this processor may have; None: those of this one."""
-    if request.param is not None:
-        monkeypatch.setattr(prompt_module, "vector_lanes", lambda: request.param)
-    return request.param  # type: ignore[no-any-return]  # pytest has Any
+# Lanes, and how bfloat16 is summed, of other processors whose code runs here. Each takes some seconds to compile.
+OTHERS = [(8, BFLOAT16_WIDENED), (4, BFLOAT16_WIDENED)]
+if "avx512bf16" in features():
+    OTHERS += [(16, sums) for sums in (BFLOAT16_DOT, BFLOAT16_WIDENED) if sums != bfloat16_sums()]
 
 
-@pytest.mark.usefixtures("lanes")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture(params=[None, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)], ids=str)
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How bfloat16 is summed: on this processor, or on another one, with vectors of its length."""
+    if request.param is None:
+        return bfloat16_sums()
+    count, sums = request.param
+    monkeypatch.setattr(prompt_module, "vector_lanes", lambda: count)
+    monkeypatch.setattr(prompt_module, "bfloat16_sums", lambda: sums)
+    return int(sums)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "block_size"),
-    [(4, 2, 16, 4), (1, 1, 80, 16), (6, 1, 64, 16), (2, 2, 256, 3), (2, 1, 20, 24)],
+    [(4, 2, 16, 4), (1, 1, 80, 16), (6, 1, 64, 16), (2, 2, 256, 3), (2, 1, 20, 24), (1, 1, 15, 8)],
 )
 def test_reads_what_plain_attention_reads(
-    dtype: torch.dtype, cap: float | None, heads: int, kv_heads: int, size: int, block_size: int
+    dtype: torch.dtype, cap: float | None, heads: int, kv_heads: int, size: int, block_size: int, sums: int
 ) -> None:
     """A whole prompt, a chunk behind a context, one under a window, and rows that all see the same."""
     torch.manual_seed(0)
@@ -98,36 +134,34 @@ def test_reads_what_plain_attention_reads(
     query = torch.randn(len(runs.rows), heads + 3, size).to(dtype)[:, 1 : heads + 1]
     out, lse = torch.empty(query.shape), torch.empty(query.shape[:2])
     prompt_attention(pools, 1, query, runs, scores, out, lse, merge=False)
-    expected, sums = plain(pools, query, runs, scores)
-    assert torch.allclose(out.double(), expected, rtol=5e-6, atol=5e-6)
-    assert torch.allclose(lse.double(), sums, rtol=1e-5, atol=1e-5)
+    check(pools, query, runs, scores, out, lse, sums)
 
 
-def test_parts_are_merged() -> None:
+@DTYPES
+def test_parts_are_merged(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tables = np.arange(2 * WIDTH).reshape(2, WIDTH)
     tables[1] = tables[0]
-    pools = KvCache(BlockGeometry(2, 2, 16, torch.float32), 4, 2 * WIDTH)
+    pools = KvCache(BlockGeometry(2, 2, 16, dtype), 4, 2 * WIDTH)
     # The same rows, since both number them backwards.
     front, back, both = ([[(begin, end)] * 9] for begin, end in ((0, 40), (40, 55), (0, 55)))
-    query = torch.randn(9, 4, 16)
+    query = torch.randn(9, 4, 16).to(dtype)
     out, lse = torch.empty(query.shape), torch.empty(query.shape[:2])
     whole = runs_of(both, tables)
     poisoned(pools, whole)
     for part, merge in ((front, False), (back, True)):
         prompt_attention(pools, 1, query, runs_of(part, tables), Scores(0.5), out, lse, merge=merge)
-    expected, sums = plain(pools, query, whole, Scores(0.5))
-    assert torch.allclose(out.double(), expected, rtol=5e-6, atol=5e-6)
-    assert torch.allclose(lse.double(), sums, rtol=1e-5, atol=1e-5)
+    check(pools, query, whole, Scores(0.5), out, lse, bfloat16_sums())
 
 
-def test_a_row_does_not_depend_on_what_is_computed_with_it() -> None:
+@DTYPES
+def test_a_row_does_not_depend_on_what_is_computed_with_it(dtype: torch.dtype) -> None:
     """Bit for bit: all of a prompt, its end alone, and its end in another run's company."""
     torch.manual_seed(0)
     tables = np.arange(2 * WIDTH).reshape(2, WIDTH)
-    pools = KvCache(BlockGeometry(2, 1, 32, torch.float32), 4, 2 * WIDTH)
-    pools.device[:] = torch.randn(pools.device.shape)
-    query = torch.randn(100, 2, 32)
+    pools = KvCache(BlockGeometry(2, 1, 32, dtype), 4, 2 * WIDTH)
+    pools.device[:] = torch.randn(pools.device.shape).to(dtype)
+    query = torch.randn(100, 2, 32).to(dtype)
 
     def last(seen: list[list[tuple[int, int]]]) -> torch.Tensor:
         runs = runs_of(seen, tables)
@@ -143,13 +177,15 @@ def test_a_row_does_not_depend_on_what_is_computed_with_it() -> None:
         assert torch.equal(last(seen), alone)
 
 
-def test_a_nan_that_is_seen_is_told() -> None:
+@DTYPES
+def test_a_nan_that_is_seen_is_told(dtype: torch.dtype) -> None:
     tables = np.arange(2 * WIDTH).reshape(2, WIDTH)
-    pools = KvCache(BlockGeometry(2, 1, 16, torch.float32), 4, 2 * WIDTH)
+    pools = KvCache(BlockGeometry(2, 1, 16, dtype), 4, 2 * WIDTH)
     pools.device[:] = 1
     pools.device[2, 1, 0, 3] = math.nan
     runs = runs_of([[(0, end) for end in range(8, 16)]], tables)
     out = torch.empty(8, 2, 16)
-    prompt_attention(pools, 1, torch.ones(8, 2, 16), runs, Scores(1.0), out, torch.empty(8, 2), merge=False)
+    query = torch.ones(8, 2, 16, dtype=dtype)
+    prompt_attention(pools, 1, query, runs, Scores(1.0), out, torch.empty(8, 2), merge=False)
     # Rows are numbered backwards: slot 11 is the last that the fifth place sees first.
     assert [bool(row.isfinite().all()) for row in out] == [False] * 4 + [True] * 4

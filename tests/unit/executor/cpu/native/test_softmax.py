@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numba import njit
 
 from pagekv.executor.cpu.native.softmax import softmax_rows
@@ -16,21 +18,29 @@ SHAPES = ((4, 8), (8, 16), (2, 32), (4, 4), (16, 64))
 
 
 def softmax(
-    lanes: int, wide: int, scores: np.ndarray, tops: np.ndarray, totals: np.ndarray
+    lanes: int,
+    wide: int,
+    scores: np.ndarray,
+    tops: np.ndarray,
+    totals: np.ndarray,
+    *,
+    stored: Any = np.float32,
+    scale: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and shrinks of `scores` `[rows, KEYS]`; `tops` and `totals` change."""
+    """Weights, in the type `stored`, and shrinks of `scores` `[rows, KEYS]`; `tops` and `totals` change."""
+    width = np.dtype(stored).itemsize
 
     @njit
-    def rows(count: int, scores: int, weights: int, tops: int, totals: int, shrinks: int) -> None:
-        softmax_rows(lanes, wide, TILE_ROWS, KEYS, count, scores, weights, tops, totals, shrinks)
+    def rows(count: int, scores: int, weights: int, tops: int, totals: int, shrinks: int, scale: float) -> None:
+        softmax_rows(lanes, wide, TILE_ROWS, KEYS, width, count, scores, weights, tops, totals, shrinks, scale)
 
     count = len(scores)
     # Behind the rows there are none.
     panels = np.full((KEYS // wide, TILE_ROWS, wide), np.nan, np.float32)
     panels[:, :count] = scores.reshape(count, KEYS // wide, wide).transpose(1, 0, 2)
-    weights, shrinks = np.full((count + 1, KEYS), 7, np.float32), np.full(count + 1, 7, np.float32)
+    weights, shrinks = np.full((count + 1, KEYS), 7, stored), np.full(count + 1, 7, np.float32)
     addresses = (each.ctypes.data for each in (panels, weights, tops, totals, shrinks))
-    rows(count, *addresses)
+    rows(count, *addresses, np.float32(scale))
     assert (weights[count] == 7).all()
     assert shrinks[count] == 7
     return weights[:count], shrinks[:count]
@@ -54,6 +64,20 @@ def test_panels_one_after_the_other_are_one_softmax(lanes: int, wide: int) -> No
     expected = np.exp(whole - whole.max((0, 2), keepdims=True))
     assert np.allclose(totals, expected.sum((0, 2)), rtol=1e-6)
     assert np.allclose(sums, expected.sum(0), rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize(("lanes", "wide"), SHAPES)
+def test_scores_are_scaled_and_weights_rounded(lanes: int, wide: int) -> None:
+    scores = np.random.default_rng(0).standard_normal((TILE_ROWS, KEYS)).astype(np.float32)
+    weights, numbers = list[torch.Tensor](), list[np.ndarray]()
+    for stored, factor in ((np.float32, 1.0), (np.uint16, 0.5)):
+        tops, totals = np.full(TILE_ROWS, -np.inf, np.float32), np.zeros(TILE_ROWS, np.float32)
+        found, _ = softmax(lanes, wide, scores * np.float32(1 / factor), tops, totals, stored=stored, scale=factor)
+        weights.append(torch.from_numpy(found))
+        numbers.append(np.stack([tops, totals]))
+    assert torch.equal(weights[1].view(torch.bfloat16), weights[0].bfloat16())
+    # The total is of weights that are not rounded.
+    assert np.array_equal(numbers[0], numbers[1])
 
 
 def test_a_score_that_is_no_number_is_told_and_is_not_the_largest() -> None:
