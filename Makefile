@@ -146,7 +146,7 @@ locks: $(DEV_STAMP) ## write locks/, what images install with the hash of every 
 
 .PHONY: sbom
 sbom: $(DEV_STAMP) ## write build/sbom: what each image installs, as CycloneDX, from locks/
-	@scripts/sbom.sh $(BIN)
+	@$(BIN)/python scripts/sbom.py
 
 .PHONY: pin-images
 pin-images: $(DEV_STAMP) ## write the digests that Docker Hub has now behind the images of Dockerfiles and compose files
