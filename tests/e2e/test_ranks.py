@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -201,7 +201,8 @@ def fail_in(fails: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Pat
 
 
 # In a collective the others would wait for longer than a test may take.
-PATIENT = (*CPU, "--rank-timeout-s", "1000", "--join-timeout-s", "1000")
+WAITS = ("--rank-timeout-s", "1000", "--join-timeout-s", "1000")
+PATIENT = (*CPU, *WAITS)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +241,20 @@ async def answer(stack: Stack) -> Result:
         return await caller.generate(request_for([1, 5, 7], max_tokens=4, ignore_eos=True))
 
 
-@pytest.mark.parametrize("fails", ["1 load", pytest.param("1 describe", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("backend", "fails"),
+    [
+        # Ranks do the same on every backend then; test_a_rank_that_fails_alone has the collectives.
+        pytest.param(ORACLE, "1 build", id="1 build"),
+        *(pytest.param(CPU, fails, id=fails, marks=pytest.mark.nightly) for fails in ("1 load", "1 describe")),
+    ],
+)
 def test_a_group_that_has_served_is_started_anew_until_it_serves_again(
-    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    backend: Sequence[str], fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The memory that a rank lacks then was there once."""
     failing = fail_in(fails, monkeypatch, tmp_path)
-    with running_executor(PATIENT, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
+    with running_executor([*backend, *WAITS], tmp_path, ranks=2) as executor, running_manager(executor) as stack:
         found = asyncio.run(answer(stack))
         failing.touch()
         kill_last(executor.rank_pids())

@@ -1,12 +1,13 @@
-"""A rank of a group on the cpu backend that fails in the middle of what ranks compute together: the real one but for
-that. A script with the executor's flags.
+"""A rank of a group that fails while it starts, on the cpu backend in the middle of what ranks compute together: the
+real one but for that. A script with the executor's flags.
 
-FAILS: the rank, and what it fails in (load, describe, allocate), such as `1 describe`. FAILING: path of a file, while
-which is there it fails.
+FAILS: the rank, and what it fails in (load, describe, allocate; `build` on the oracle), such as `1 describe`. FAILING:
+path of a file, while which is there it fails.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -16,14 +17,21 @@ from typing import Any
 from pagekv.executor import server
 
 WHY = "no memory for activations"
+# By failure: the module, the name there that fails, and the error.
+FAILURES = {
+    "load": ("pagekv.executor.cpu.backend", "load_forward", MemoryError),
+    "describe": ("pagekv.executor.cpu.backend", "profile_step", RuntimeError),
+    "allocate": ("pagekv.executor.cpu.backend", "KvCache", RuntimeError),
+    "build": ("pagekv.executor.oracle.backend", "OracleBackend", MemoryError),
+}
 
 
-def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+def failing(function: Callable[..., Any], error: type[Exception]) -> Callable[..., Any]:
     """The function, but for while it fails."""
 
     def call(*args: Any, **options: Any) -> Any:
         if Path(os.environ["FAILING"]).exists():
-            raise MemoryError(WHY) if function.__name__ == "load_forward" else RuntimeError(WHY)
+            raise error(WHY)
         return function(*args, **options)
 
     return call
@@ -33,10 +41,10 @@ def main() -> int:
     """One rank."""
     rank, what = os.environ["FAILS"].split()
     if os.environ["RANK"] == rank:
-        from pagekv.executor.cpu import backend
-
-        name = {"load": "load_forward", "describe": "profile_step", "allocate": "KvCache"}[what]
-        setattr(backend, name, failing(getattr(backend, name)))
+        # Here, because not every backend imports torch.
+        module, name, error = FAILURES[what]
+        backend = importlib.import_module(module)
+        setattr(backend, name, failing(getattr(backend, name), error))
     return server.main()
 
 
