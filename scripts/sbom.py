@@ -23,9 +23,9 @@ OUT = ROOT / "build" / "sbom"
 IMAGES = ("manager", "gateway", "executor", "gpu")
 VERSION = SchemaVersion.V1_6
 PYPI = "https://pypi.org/simple"
-# It has no API but its command line.
+# The tool that makes a bill. Its command line is its only interface.
 TOOL = "cyclonedx_py"
-# Validated here, as it is in the end.
+# A bill is validated here instead, once its text is final.
 FLAGS = ("--output-reproducible", "--spec-version", VERSION.to_version(), "--output-format", "JSON", "--no-validate")
 
 
@@ -41,7 +41,9 @@ def bill_of(image: str) -> str:
 
 
 def _made_from(requirements: str) -> str:
-    """What the tool makes of them, in this process: the grammars of its validator take two seconds to load, once."""
+    """The tool's bill of these requirements. The tool runs in this process, so that the grammars of its validator,
+    which take two seconds to load, are loaded once for all bills.
+    """
     with tempfile.TemporaryDirectory() as folder:
         listed, bill = Path(folder) / "requirements.txt", Path(folder) / "bill.json"
         listed.write_text(requirements)
@@ -57,14 +59,14 @@ def _made_from(requirements: str) -> str:
 
 
 def _valid(bill: str) -> str:
-    """The same, if the schema allows it."""
+    """The bill itself. Raises ValueError if the schema does not allow it."""
     if (error := JsonStrictValidator(VERSION).validate_str(bill)) is not None:
         raise ValueError(f"not CycloneDX {VERSION.to_version()}: {error}")
     return bill
 
 
 def main(out: Path = OUT) -> None:
-    """All of them, and their paths on stdout."""
+    """Writes the bills of all images to `out`, and their paths to standard output."""
     out.mkdir(parents=True, exist_ok=True)
     for image in IMAGES:
         path = out / f"{image}.cdx.json"
