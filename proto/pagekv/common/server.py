@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from pagekv.common import health
 from pagekv.common.aio_server import aio_server
+from pagekv.common.cannot_listen import why_not_listen
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.freed_memory import keep_freed_memory, touch_memory
 from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
@@ -236,7 +237,7 @@ class GrpcServer:
                 self.port = self.server.add_secure_port(self._listen, self._credentials)
         except RuntimeError as error:
             await self.server.stop(None)
-            raise OSError(f"cannot listen on {self._listen}: is another process using it?") from error
+            raise OSError(f"cannot listen on {self._listen}: {why_not_listen(self._listen)}") from error
         await self.server.start()
         return self.port
 

@@ -221,7 +221,10 @@ def test_flags_that_no_start_can_have_end_the_start_of_all_ranks(
     [
         (["--model", "/nowhere"], "--model cannot be used"),
         (["--vocab-size", "5", "--eos", "5"], "must be below the vocabulary size 5"),
-        (["--listen", "203.0.113.1:1", "--insecure"], "cannot listen on 203.0.113.1:1"),
+        (
+            ["--listen", "203.0.113.1:1", "--insecure"],
+            "cannot listen on 203.0.113.1:1: this machine does not have that address",
+        ),
     ],
 )
 def test_a_start_that_cannot_succeed_says_why_in_one_line(argv: list[str], words: str) -> None:
