@@ -89,7 +89,8 @@ class Steps:
 
         prompt = step([CONTEXT - 1], [CONTEXT - 1], decodes=False)
         decoded = step([CONTEXT] * SHARERS, [1] * SHARERS, decodes=True)
-        attention.copy_blocks(torch.tensor([[self.blocks[0], self.blocks[-1]]], dtype=torch.int32))
+        # Both are far in a large pool: the last block of the list is the first of the pool, where every offset is 0.
+        attention.copy_blocks(torch.tensor([[self.blocks[0], self.blocks[1]]], dtype=torch.int32))
         stored = self.pool.view(torch.uint8)[torch.from_numpy(self.blocks.astype(np.int64))]
         return [prompt, decoded, stored]
 
@@ -118,11 +119,11 @@ def test_prompts_by_warpgroups_over_the_largest_pool(launcher: HostLauncher) -> 
     check(launcher, HALF, wgmma_prefill=True)
 
 
-def narrow(kernel: str, old: str, new: str, *, wgmma_prefill: bool = False) -> Fault:
+def narrow(
+    kernel: str, old: str, new: str, *, name: str = "addresses of 32 bits", wgmma_prefill: bool = False
+) -> Fault:
     """An address that wraps at 32 bits."""
-    return Fault(
-        "addresses of 32 bits", kernel, old, new, lambda launcher: check(launcher, HALF, wgmma_prefill=wgmma_prefill)
-    )
+    return Fault(name, kernel, old, new, lambda launcher: check(launcher, HALF, wgmma_prefill=wgmma_prefill))
 
 
 STRIDE, NARROW = "block * p.block_stride +", "static_cast<u32>(block * p.block_stride) +"
@@ -132,7 +133,18 @@ FAULTS = (
     narrow("pagekv_decode_wide", "(u64)row[round] * token_bytes", "(u64)(row[round] * token_bytes)"),
     narrow("pagekv_prefill", STRIDE, NARROW),
     narrow("pagekv_prefill_wgmma", STRIDE, NARROW, wgmma_prefill=True),
-    narrow("pagekv_block_copy", "pair[1] * p.block_bytes", "static_cast<u32>(pair[1] * p.block_bytes)"),
+    narrow(
+        "pagekv_block_copy",
+        "pair[0] * p.block_bytes",
+        "static_cast<u32>(pair[0] * p.block_bytes)",
+        name="sources of 32 bits",
+    ),
+    narrow(
+        "pagekv_block_copy",
+        "pair[1] * p.block_bytes",
+        "static_cast<u32>(pair[1] * p.block_bytes)",
+        name="destinations of 32 bits",
+    ),
 )
 
 
