@@ -15,6 +15,7 @@ from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import Stack
 from pagekv.client.types import ModelInfo
 from pagekv.common.loopback import is_local
+from pagekv.common.models import TOKENIZER
 
 
 def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
@@ -69,7 +70,23 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
         again = f", missed ones at {at['replay_endpoint']}" if at["replay_endpoint"] else ""
         lines.append(f"  KV events at {at['endpoint']}{again}")
     lines += [f"  recording to {path}" for path in recordings]
+    if info is not None and _tokenizer_failed(stack, info):
+        terminal.note(
+            f"only token ids can be served: the manager cannot use the tokenizer of {info.model_id}; --verbose shows "
+            "why, and --tokenizer names another"
+        )
     terminal.print("\n".join([*lines, "Ctrl-C stops it."]))
+
+
+def _tokenizer_failed(stack: Stack, info: ModelInfo) -> bool:
+    """Whether the model's own tokenizer was wanted and is there, and could not be used. Before the start, `pagekv up`
+    warns of a directory without one.
+    """
+    if info.has_tokenizer or not info.model_id:
+        return False
+    if flag_value("tokenizer", stack.config.manager_args, os.environ) not in (None, "", "auto"):
+        return False
+    return not os.path.isdir(info.model_id) or os.path.isfile(os.path.join(info.model_id, TOKENIZER))
 
 
 def describe(info: ModelInfo, ranks: int = 1) -> str:

@@ -140,3 +140,25 @@ def test_a_manager_with_identities_is_asked_only_with_one(
     announce(stack, make_parser().parse(["up"]), Terminal())
     assert server.metadata == [{"authorization": "Bearer k"}]
     assert "model demo, backend oracle" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_cannot_be_used_is_told(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PAGEKV_TOKENIZER", raising=False)
+
+    def told(model: str, *manager_args: str, has_tokenizer: bool = False) -> bool:
+        stack = Stack(StackConfig(port=0, executor_port=0, manager_args=manager_args))
+        stack.target = server.target
+        server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id=model, has_tokenizer=has_tokenizer))
+        announce(stack, make_parser().parse(["up"]), Terminal())
+        return f"cannot use the tokenizer of {model}; --verbose shows why" in capsys.readouterr().err
+
+    # A directory without a tokenizer has been told of before the start.
+    assert not told(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("not JSON")
+    assert told(str(tmp_path))
+    assert told("owner/model")
+    assert not told(str(tmp_path), has_tokenizer=True)
+    assert not told(str(tmp_path), "--tokenizer=none")
+    assert not told("")
