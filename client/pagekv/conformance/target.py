@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+
 from pagekv.conformance.link import Link, Refusal, StepsCall
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -107,7 +109,9 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
             description = link.describe(describe_request(block_size=block_size))
         except Refusal as refusal:
             if refusal.field != "block_size":
-                raise Untestable(f"Describe is refused: {refusal}") from refusal
+                other = refusal.code is grpc.StatusCode.UNIMPLEMENTED
+                hint = ". Is it an executor, and not a manager or a gateway?" if other else ""
+                raise Untestable(f"Describe is refused: {refusal}{hint}") from refusal
             continue
         if not description.bytes_per_block or not description.vocab_size:
             raise Untestable("Describe must say bytes_per_block and vocab_size, above 0")

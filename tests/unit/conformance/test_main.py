@@ -75,7 +75,9 @@ def test_a_server_of_something_else_is_exit_3(capsys: pytest.CaptureFixture[str]
     server.start()
     assert main(["--executor", f"127.0.0.1:{port}"]) == 3
     server.stop(0)
-    assert "Describe is refused: UNIMPLEMENTED" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "Describe is refused: UNIMPLEMENTED" in err
+    assert "Is it an executor, and not a manager" in err
 
 
 @pytest.mark.parametrize(
