@@ -48,7 +48,7 @@ def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path
         assert await running.health() == NOT_SERVING
         error = await running.refusal()
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert (error.details() or "").startswith("no executor is attached yet: nothing answers at --executor; ")
+        assert (error.details() or "").startswith("no executor is attached yet: no executor answers at --executor; ")
         assert "127.0.0.1" not in (error.details() or "")
 
     assert run(config(tmp_path), body) == 0

@@ -47,9 +47,9 @@ class UnfitExecutor(ExecutorLost):
 
 
 class NoExecutor(ExecutorLost):
-    """Nothing answers at the executor's address. The message names the address; FOR_CALLERS, for clients, does not."""
+    """No executor answers at its address. The message names the address; FOR_CALLERS, for clients, does not."""
 
-    FOR_CALLERS = "nothing answers at --executor; the manager's log says which address that is, and what to start"
+    FOR_CALLERS = "no executor answers at --executor; the manager's log says which address that is, and what to do"
 
 
 class NoRoom(ExecutorLost):
@@ -204,6 +204,8 @@ def _refusals(method: str, target: str, asked: tuple[int, int] | None = None) ->
             for said, meaning in _NOBODY_THERE.items():
                 if said in words:
                     raise NoExecutor(meaning.format(target)) from error
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED and not _has_details(error):
+            raise NoExecutor(f"the server at {target} is no executor ({_words(error, method)}): {_NAME_IT}") from error
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise NoRoom(_words(error, method), asked) from error
         refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -212,12 +214,14 @@ def _refusals(method: str, target: str, asked: tuple[int, int] | None = None) ->
 
 # gRPC's words for an address where nothing answers, and the explanation for the operator. Other words, such as those of
 # TLS, say what is wrong.
+_NAME_IT = "name the executor's address with --executor"
 _START_ONE = "start a pagekv-executor with --listen {0}, or name another address with --executor"
 _NOBODY_THERE = {
     "Connection refused": f"nothing listens at {{0}}, or its model is still being loaded: {_START_ONE}",
     "No such file or directory": f"nothing listens at {{0}}, or its model is still being loaded: {_START_ONE}",
     "Domain name not found": "no address is known for the name in {0}: check its spelling, or name another address "
     "with --executor",
+    "Trying to connect an http1.x server": f"the server at {{0}} does not speak gRPC: {_NAME_IT}",
 }
 
 # Statuses that blame no step: the epoch is another manager's, or older than a new one.
@@ -235,9 +239,13 @@ def _fault(error: grpc.aio.AioRpcError) -> Fault:
     if code is grpc.StatusCode.CANCELLED:
         return Fault.GONE
     if code is grpc.StatusCode.UNAVAILABLE:
-        by_the_executor = any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())
-        return Fault.NONE if by_the_executor else Fault.GONE
+        return Fault.NONE if _has_details(error) else Fault.GONE
     return Fault.STEP
+
+
+def _has_details(error: grpc.aio.AioRpcError) -> bool:
+    """Whether an executor gave the status, and not gRPC."""
+    return any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def _words(error: grpc.aio.AioRpcError, method: str) -> str:

@@ -92,6 +92,22 @@ def test_an_address_where_nothing_answers(target: str, words: str) -> None:
         asyncio.run(main())
 
 
+@in_event_loop
+async def test_a_server_that_does_not_speak_grpc() -> None:
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
+    with pytest.raises(NoExecutor, match=rf"127.0.0.1:{port} does not speak gRPC: name the executor's address"):
+        await link.describe(16, 16)
+    await link.close()
+    server.close()
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
@@ -229,7 +245,7 @@ async def test_the_link_to_the_executor_takes_no_detour_over_a_proxy(monkeypatch
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
-    with pytest.raises(ExecutorLost, match="UNIMPLEMENTED"):
+    with pytest.raises(NoExecutor, match=rf"127.0.0.1:{port} is no executor \(.*UNIMPLEMENTED.*: name the executor's"):
         await link.describe(16, 16)
     await link.close()
     await server.stop(None)
