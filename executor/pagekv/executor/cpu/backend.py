@@ -27,9 +27,10 @@ from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import plan_step, run_step
 from pagekv.executor.cpu.step_memory import StepMemory
-from pagekv.executor.cpu.threads import Way, WayChooser, ways
+from pagekv.executor.cpu.threads import Way, WayChooser, small_tokens, ways
 from pagekv.executor.machine import available_bytes, memory_for, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
+from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.loading import memory_to_load
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.start_check import check_cpu_dtype
@@ -72,7 +73,6 @@ class CpuBackend:
         self._waiting = Waiting()
         most = threads or usable_cores()
         choice = [Way(most, True)] if threads else ways(most, can_sleep=most > 1 and self._waiting.can_sleep(2))
-        self._chooser = WayChooser(choice)
         self._all_threads = choice[0]
         self._use(self._all_threads)
         log.info("computing", instructions=instruction_set(DTYPES[dtype]), dtype=DTYPES[dtype], threads=most)
@@ -81,6 +81,9 @@ class CpuBackend:
             loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
         # Makes the memory that loading freed count as available: steps will use it again, and profiles include it.
         give_back_freed_memory()
+        num_weights = (read_model_files(model_path).num_weights or 0) // (1 if shards is None else shards.size)
+        num_bytes = num_weights * loaded.geometry.dtype.itemsize
+        self._chooser = WayChooser(choice, small_tokens(num_weights, num_bytes))
         self._shards = shards
         self._loaded = loaded
         self._cache: KvCache | None = None

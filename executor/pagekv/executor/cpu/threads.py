@@ -1,7 +1,8 @@
 """Chooses how many threads compute a step, and whether they spin while they wait for one another.
 
 The choice follows from the times that steps took; there is no clock and no torch in this module. On a quiet machine all
-threads, spinning, are best except for small steps. Beside other busy processes, a spinning thread holds the core that
+threads, spinning, are best except for small steps, during which other threads would take the cores from the manager and
+the client. Beside other busy processes, a spinning thread holds the core that
 the thread it waits for needs; then a step takes several times as long as with sleeping threads, or with one thread.
 
 So now and then a step is computed in another way, the rival, and its time is compared with the time of the step before.
@@ -19,12 +20,12 @@ from pagekv.common.logs import Log
 
 log = Log(__name__)
 
-# The share of step time that trials of rivals may cost: while the first way is in use, and while another way is in use,
-# since the first may have become the best again.
+# The share of step time that trials of rivals may cost: while a kind's first way is in use, and while another way is in
+# use, since the first may have become the best again.
 FIRST_SHARE, OTHER_SHARE = 0.01, 0.03
 # The credit for trials, in seconds, earned by that share: at the start, which is also the most that it may be
 # overdrawn, and at most. A step of a trial is charged at most MOST_COST times a step in the present way.
-START_CREDIT_S, MOST_CREDIT_S, MOST_COST = 0.1, 1.0, 3.0
+START_CREDIT_S, MOST_CREDIT_S, MOST_COST = 0.1, 1.0, 10.0
 # Least number of steps between two trials: at first, later, and at most, after trials that disturbance caused and that
 # found nothing better.
 FIRST_PAUSE, PAUSE, LONGEST_PAUSE = 3, 16, 64
@@ -48,6 +49,8 @@ SMALL_CONTEXT = 1024
 STALE = 4
 # How many pairs of a number of tokens and a way are remembered.
 MOST_SEEN = 4096
+# A small step: one thread, at so many bytes of weights and so many operations per second, needs at most SMALL_S for it.
+SMALL_S, BYTES_PER_S, OPERATIONS_PER_S = 0.003, 10e9, 50e9
 # Seconds of steps between two lines of the log about changes.
 LOG_EVERY_S = 10.0
 
@@ -71,10 +74,22 @@ def ways(most: int, *, can_sleep: bool) -> list[Way]:
     return list(dict.fromkeys([Way(most, True), *asleep, *awake]))
 
 
+def small_tokens(num_weights: int, num_bytes: int) -> int:
+    """The most tokens of a small step of a model with so many weights, of so many bytes in all; 0 if no step is
+    small.
+    """
+    if not num_weights or num_bytes > SMALL_S * BYTES_PER_S:
+        return 0
+    return int(SMALL_S * OPERATIONS_PER_S / (2 * num_weights))
+
+
 @dataclass(slots=True)
 class _Kind:
-    """A class of steps with about the same number of tokens and context length, and how they are computed."""
+    """A class of steps with about the same number of tokens and context length, and how they are computed: `way`. On a
+    quiet machine `first` is the best way.
+    """
 
+    first: Way
     way: Way
     # Steps in this way since the last trial of a rival, and the number needed before the next trial.
     since: int = 0
@@ -136,13 +151,16 @@ class _Kind:
 class WayChooser:
     """Chooses the way of each step before it runs, and is told its time afterwards. Used by one thread."""
 
-    def __init__(self, choice: list[Way]) -> None:
-        """`choice`: at least one way, the best one for a quiet machine first."""
-        self._ways = choice
+    def __init__(self, choice: list[Way], small: int = 0) -> None:
+        """`choice`: at least one way, the best one for a quiet machine first; but one thread is the best for steps of
+        up to `small` tokens.
+        """
+        self._ways, self._small = choice, small
+        self._alone = next((way for way in choice if way.threads == 1), choice[0])
         # By the bit lengths of tokens and of context.
         self._kinds: dict[tuple[int, int], _Kind] = {}
         self._size = 0
-        self._kind = _Kind(choice[0])
+        self._kind = _Kind(choice[0], choice[0])
         self._step = (0, choice[0])
         self._num_steps = 0
         # Pairs of tokens and way that have occurred; and how many new pairs came in a row, modulo 3.
@@ -159,8 +177,13 @@ class WayChooser:
         key = (size, max(context, SMALL_CONTEXT).bit_length())
         kind = self._kinds.get(key)
         if kind is None:
+            first, before = self._alone if tokens <= self._small else self._ways[0], self._kind
             # Starts with the way of the previous step if that had nearly the same size.
-            kind = self._kinds[key] = _Kind(self._kind.way if abs(size - self._size) <= 1 else self._ways[0])
+            alike = abs(size - self._size) <= 1 and before.first == first
+            kind = self._kinds[key] = _Kind(first, before.way if alike else first)
+            if first == self._alone:
+                # Other processes disturb one thread least of all ways, so others need not be tried soon.
+                kind.pause = PAUSE
         self._num_steps += 1
         tries = kind.rivals_turn and self._num_steps - kind.met <= STALE
         way = kind.rival if tries and kind.rival is not None else kind.way
@@ -197,7 +220,7 @@ class WayChooser:
         return self._num_firsts > 0
 
     def _add_own(self, kind: _Kind, seconds: float) -> None:
-        share = FIRST_SHARE if kind.way == self._ways[0] else OTHER_SHARE
+        share = FIRST_SHARE if kind.way == kind.first else OTHER_SHARE
         self._credit = min(MOST_CREDIT_S, self._credit + share * seconds)
         kind.unrest = max(0.0, kind.unrest - seconds / CALM_S)
         kind.add(seconds)
@@ -207,7 +230,7 @@ class WayChooser:
         if kind.since < kind.pause:
             return
         first, *others = [way for way in self._ways if way != kind.way]
-        # While other processes disturb, the first way is not tried if there are others.
+        # While other processes disturb, all threads, spinning, are not tried if there are other ways.
         rivals = others if others and kind.disturbed and first == self._ways[0] else [first, *others]
         rival = rivals[kind.num_trials % len(rivals)]
         if kind.misses(rival):
@@ -220,7 +243,7 @@ class WayChooser:
             kind.num_trials += 1
 
     def _add_rival(self, kind: _Kind, rival: Way, seconds: float) -> None:
-        margin = 0.0 if rival == self._ways[0] else MARGIN
+        margin = 0.0 if rival == kind.first else MARGIN
         # Bounds the logarithm: no step takes less than a nanosecond.
         ratio = max(seconds, 1e-9) / max(kind.last, 1e-9)
         kind.evidence += max(-MOST_EVIDENCE, min(MOST_EVIDENCE, math.log(ratio) + margin))
@@ -230,7 +253,7 @@ class WayChooser:
             kind.evidence = 0.0
             kind.chances -= 1
         long = kind.num_pairs >= MOST_PAIRS
-        if not kind.chances or (long and rival != self._ways[0]):
+        if not kind.chances or (long and rival != kind.first):
             kind.end_trial(rival, ratio)
         elif long or kind.evidence <= -ENOUGH - UNREST * kind.unrest:
             self._switch(kind, rival, seconds)

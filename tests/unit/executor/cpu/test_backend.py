@@ -42,7 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ranks_of_a_machine_share_its_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of six are here."""
-    loaded = SimpleNamespace(geometry=None)
+    loaded = SimpleNamespace(geometry=SimpleNamespace(dtype=torch.float32))
     monkeypatch.setattr("pagekv.executor.cpu.backend.load_forward", lambda *_, **__: (loaded, None))
     monkeypatch.setattr("pagekv.executor.cpu.backend.available_bytes", lambda: 3000)
     for shards, available in ((None, 3000), (Shards(World(1, 6, 3), pytest.fail), 1000)):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pagekv.executor.cpu.threads import Way, WayChooser, ways
+from pagekv.executor.cpu.threads import Way, WayChooser, small_tokens, ways
 
 SPIN, SLEEP, ONE = Way(2, True), Way(2, False), Way(1, True)
 # Seconds of a step of 32 sequences, as measured: alone, and beside one and two processes that spin.
@@ -54,8 +54,8 @@ def lost(steps: list[Step], table: Table) -> float:
     return sum(table[step.way] - best for step in steps) / sum(table[step.way] for step in steps)
 
 
-def make(most: int = 2) -> WayChooser:
-    return WayChooser(ways(most, can_sleep=True))
+def make(most: int = 2, small: int = 0) -> WayChooser:
+    return WayChooser(ways(most, can_sleep=True), small)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,46 @@ def test_what_is_chosen_for_small_steps_does_not_hold_for_large_ones() -> None:
     # A size beside one that is known begins as that one.
     assert chooser.choose(1, 4000) == ONE
     assert chooser.choose(2, 4000) == ONE
+
+
+# Seconds of a decode of the demo model while manager and client share two cores with it.
+DEMO = {SPIN: 0.002, SLEEP: 0.0022, ONE: 0.0012}
+
+
+def test_small_steps_begin_on_one_thread_and_hardly_leave_it() -> None:
+    steps = run(make(small=8), lambda _: DEMO, 3, 0.2, tokens=1)
+    assert {step.way for step in steps[:16]} == {ONE}
+    assert lost(steps, DEMO) < 0.02
+    assert sum(step.way == ONE for step in steps) > 0.97 * len(steps)
+
+
+def test_small_steps_find_all_threads_where_these_are_faster() -> None:
+    steps = run(make(small=8), lambda _: QUIET, 20, 0.1, tokens=8)
+    assert sum(step.way == SPIN for step in steps if step.at > 10) > 0.9 * sum(step.at > 10 for step in steps)
+
+
+def test_what_small_steps_begin_with_does_not_hold_for_large_ones() -> None:
+    chooser = make(small=8)
+    assert chooser.choose(8, 4000) == ONE
+    chooser.took(0.001)
+    # Its size is beside that of a small step.
+    assert chooser.choose(16, 4000) == SPIN
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_bytes", "tokens"),
+    [
+        (5_000_000, 20_000_000, 15),
+        (7_500_000, 30_000_000, 10),
+        (7_500_001, 30_000_004, 0),
+        (15_000_000, 30_000_000, 5),
+        (33_600_000, 67_200_000, 0),
+        # Unknown.
+        (0, 0, 0),
+    ],
+)
+def test_small_steps_of_a_model(weights: int, num_bytes: int, tokens: int) -> None:
+    assert small_tokens(weights, num_bytes) == tokens
 
 
 def test_first_steps_of_a_number_of_rows_do_not_count() -> None:
