@@ -12,6 +12,7 @@ import sys
 import time
 from bisect import bisect, bisect_left
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -322,4 +323,6 @@ async def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1] if sys.argv[1:] else "127.0.0.1:50052"))
+    # Ctrl-C ends it.
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve(sys.argv[1] if sys.argv[1:] else "127.0.0.1:50052"))

@@ -136,7 +136,8 @@ class Session:
             # The message does not name the attached manager's id: a caller that used it would need no take_over. The
             # log has the id.
             raise FailedPrecondition(
-                "another manager drives this executor: stop it, or attach with take_over (P3)",
+                "another manager drives this executor: stop it, or attach with take_over (P3), as a manager does with "
+                "--take-over",
                 "EXECUTOR_HELD",
                 "manager_id",
             )

@@ -160,9 +160,17 @@ def _replay_steps(path: Path, as_json: bool) -> None:
         _print(json.dumps(asdict(report)))
         return
     end = "" if report.complete else "; the recording breaks off in the middle of a record"
+    steps, requests, epochs, preemptions = (
+        f"{number:,} {noun}{'s' * (number != 1)}"
+        for number, noun in (
+            (report.steps, "step"),
+            (report.requests, "request"),
+            (report.epochs, "epoch"),
+            (report.preemptions, "preemption"),
+        )
+    )
     _print(
-        f"{report.steps:,} steps for {report.requests:,} requests in {report.epochs:,} epochs, with "
-        f"{report.preemptions:,} preemptions: every decision was derived again and is the same{end}"
+        f"{steps} for {requests} in {epochs}, with {preemptions}: every decision was derived again and is the same{end}"
     )
 
 
