@@ -27,11 +27,11 @@ from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import plan_step, run_step
 from pagekv.executor.cpu.step_memory import StepMemory
-from pagekv.executor.cpu.threads import Way, WayChooser, small_tokens, ways
+from pagekv.executor.cpu.threads import SmallSteps, Way, WayChooser, ways
 from pagekv.executor.machine import available_bytes, memory_for, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
 from pagekv.executor.model.files import read_model_files
-from pagekv.executor.model.loading import memory_to_load
+from pagekv.executor.model.loading import LoadedModel, memory_to_load
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.start_check import check_cpu_dtype
 
@@ -81,9 +81,7 @@ class CpuBackend:
             loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
         # Makes the memory that loading freed count as available: steps will use it again, and profiles include it.
         give_back_freed_memory()
-        num_weights = (read_model_files(model_path).num_weights or 0) // (1 if shards is None else shards.size)
-        num_bytes = num_weights * loaded.geometry.dtype.itemsize
-        self._chooser = WayChooser(choice, small_tokens(num_weights, num_bytes))
+        self._chooser = WayChooser(choice, None if threads else _small_steps(model_path, loaded))
         self._shards = shards
         self._loaded = loaded
         self._cache: KvCache | None = None
@@ -199,3 +197,11 @@ class CpuBackend:
         continued without it or wait for it.
         """
         return self._shards is not None
+
+
+def _small_steps(model_path: Path, loaded: LoadedModel) -> SmallSteps | None:
+    """The small steps of the model; None if the number of its weights is unknown."""
+    count, geometry = read_model_files(model_path).num_weights, loaded.geometry
+    if count is None:
+        return None
+    return SmallSteps(count, count * geometry.dtype.itemsize, geometry.bytes_per_block(1))

@@ -1,9 +1,9 @@
 """Chooses how many threads compute a step, and whether they spin while they wait for one another.
 
 The choice follows from the times that steps took; there is no clock and no torch in this module. On a quiet machine all
-threads, spinning, are best except for small steps, during which other threads would take the cores from the manager and
-the client. Beside other busy processes, a spinning thread holds the core that
-the thread it waits for needs; then a step takes several times as long as with sleeping threads, or with one thread.
+threads, spinning, are best except for small steps, during which manager and client need a core. Beside other busy
+processes, a spinning thread holds the core that the thread it waits for needs; then a step takes several times as long
+as with sleeping threads, or with one thread.
 
 So now and then a step is computed in another way, the rival, and its time is compared with the time of the step before.
 The evidence is the sum of the logarithms of these ratios, each of them bounded, and is reset as soon as it favours the
@@ -49,7 +49,8 @@ SMALL_CONTEXT = 1024
 STALE = 4
 # How many pairs of a number of tokens and a way are remembered.
 MOST_SEEN = 4096
-# A small step: one thread, at so many bytes of weights and so many operations per second, needs at most SMALL_S for it.
+# A step is small if one thread is estimated to read its bytes within SMALL_S and to do its operations within SMALL_S.
+# The rates are about half of those that one thread of an AMD EPYC (family 25, model 17) reaches.
 SMALL_S, BYTES_PER_S, OPERATIONS_PER_S = 0.003, 10e9, 50e9
 # Seconds of steps between two lines of the log about changes.
 LOG_EVERY_S = 10.0
@@ -74,13 +75,20 @@ def ways(most: int, *, can_sleep: bool) -> list[Way]:
     return list(dict.fromkeys([Way(most, True), *asleep, *awake]))
 
 
-def small_tokens(num_weights: int, num_bytes: int) -> int:
-    """The most tokens of a small step of a model with so many weights, of so many bytes in all; 0 if no step is
-    small.
+@dataclass(frozen=True, slots=True)
+class SmallSteps:
+    """The small steps of a model: so short that one thread is the best way, because manager and client need a core as
+    well. `weight_bytes`: of all weights; `token_bytes`: of the keys and values of one token in all layers.
     """
-    if not num_weights or num_bytes > SMALL_S * BYTES_PER_S:
-        return 0
-    return int(SMALL_S * OPERATIONS_PER_S / (2 * num_weights))
+
+    num_weights: int
+    weight_bytes: int
+    token_bytes: int
+
+    def include(self, tokens: int, context: int) -> bool:
+        """Whether a step of so many tokens over so many positions is small."""
+        read = self.weight_bytes + context * self.token_bytes
+        return read <= SMALL_S * BYTES_PER_S and 2 * tokens * self.num_weights <= SMALL_S * OPERATIONS_PER_S
 
 
 @dataclass(slots=True)
@@ -151,9 +159,9 @@ class _Kind:
 class WayChooser:
     """Chooses the way of each step before it runs, and is told its time afterwards. Used by one thread."""
 
-    def __init__(self, choice: list[Way], small: int = 0) -> None:
-        """`choice`: at least one way, the best one for a quiet machine first; but one thread is the best for steps of
-        up to `small` tokens.
+    def __init__(self, choice: list[Way], small: SmallSteps | None = None) -> None:
+        """`choice`: at least one way, the best one for a quiet machine first; `small`: steps that begin on one thread
+        instead.
         """
         self._ways, self._small = choice, small
         self._alone = next((way for way in choice if way.threads == 1), choice[0])
@@ -174,10 +182,13 @@ class WayChooser:
     def choose(self, tokens: int, context: int) -> Way:
         """The way of a step that computes `tokens` tokens and reads `context` positions, over all its sequences."""
         size = tokens.bit_length()
-        key = (size, max(context, SMALL_CONTEXT).bit_length())
+        span = max(context, SMALL_CONTEXT).bit_length()
+        key = (size, span)
         kind = self._kinds.get(key)
         if kind is None:
-            first, before = self._alone if tokens <= self._small else self._ways[0], self._kind
+            # The most tokens and the least context of this kind.
+            small = self._small is not None and self._small.include((1 << size) - 1, 1 << (span - 1))
+            first, before = self._alone if small else self._ways[0], self._kind
             # Starts with the way of the previous step if that had nearly the same size.
             alike = abs(size - self._size) <= 1 and before.first == first
             kind = self._kinds[key] = _Kind(first, before.way if alike else first)

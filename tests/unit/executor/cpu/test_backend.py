@@ -42,11 +42,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ranks_of_a_machine_share_its_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of six are here."""
-    loaded = SimpleNamespace(geometry=SimpleNamespace(dtype=torch.float32))
+    loaded = SimpleNamespace(geometry=None)
     monkeypatch.setattr("pagekv.executor.cpu.backend.load_forward", lambda *_, **__: (loaded, None))
     monkeypatch.setattr("pagekv.executor.cpu.backend.available_bytes", lambda: 3000)
     for shards, available in ((None, 3000), (Shards(World(1, 6, 3), pytest.fail), 1000)):
         assert CpuBackend(llama, "some/name", threads=1, shards=shards)._info.available == available
+
+
+@pytest.mark.parametrize(("threads", "first"), [(0, 1), (2, 2)])
+def test_small_steps_begin_on_one_thread_unless_the_number_is_given(
+    llama: Path, threads: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagekv.executor.cpu.backend.usable_cores", lambda: 2)
+    chooser = CpuBackend(llama, "some/name", threads=threads)._chooser
+    assert chooser.choose(1, 1).threads == first
+    assert chooser.choose(2**20, 2**20).threads == 2
 
 
 def test_description(llama: Path) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pagekv.executor.cpu.threads import Way, WayChooser, small_tokens, ways
+from pagekv.executor.cpu.threads import SmallSteps, Way, WayChooser, ways
 
 SPIN, SLEEP, ONE = Way(2, True), Way(2, False), Way(1, True)
 # Seconds of a step of 32 sequences, as measured: alone, and beside one and two processes that spin.
@@ -34,11 +34,12 @@ def run(
     noise: float = 0.0,
     seed: int = 0,
     tokens: int = 32,
+    context: int = 4000,
 ) -> list[Step]:
     """Steps until so many seconds of them have passed; `noise`: standard deviation of the logarithm of their times."""
     rng, now, steps = random.Random(seed), 0.0, list[Step]()
     while now < until:
-        way = chooser.choose(tokens, 4000)
+        way = chooser.choose(tokens, context)
         seconds = table(now)[way] * math.exp(rng.gauss(0, noise))
         # One step of a hundred is interrupted.
         seconds *= 3 if noise and rng.random() < 0.01 else 1
@@ -54,7 +55,7 @@ def lost(steps: list[Step], table: Table) -> float:
     return sum(table[step.way] - best for step in steps) / sum(table[step.way] for step in steps)
 
 
-def make(most: int = 2, small: int = 0) -> WayChooser:
+def make(most: int = 2, small: SmallSteps | None = None) -> WayChooser:
     return WayChooser(ways(most, can_sleep=True), small)
 
 
@@ -161,44 +162,58 @@ def test_what_is_chosen_for_small_steps_does_not_hold_for_large_ones() -> None:
     assert chooser.choose(2, 4000) == ONE
 
 
+# A model of 5M weights in float32, with 6 KiB of keys and values for each token: up to 15 tokens are small.
+SMALL = SmallSteps(5_000_000, 20_000_000, 6144)
 # Seconds of a decode of the demo model while manager and client share two cores with it.
 DEMO = {SPIN: 0.002, SLEEP: 0.0022, ONE: 0.0012}
 
 
 def test_small_steps_begin_on_one_thread_and_hardly_leave_it() -> None:
-    steps = run(make(small=8), lambda _: DEMO, 3, 0.2, tokens=1)
+    steps = run(make(small=SMALL), lambda _: DEMO, 3, 0.2, tokens=1, context=1000)
     assert {step.way for step in steps[:16]} == {ONE}
     assert lost(steps, DEMO) < 0.02
     assert sum(step.way == ONE for step in steps) > 0.97 * len(steps)
 
 
 def test_small_steps_find_all_threads_where_these_are_faster() -> None:
-    steps = run(make(small=8), lambda _: QUIET, 20, 0.1, tokens=8)
+    steps = run(make(small=SMALL), lambda _: QUIET, 20, 0.1, tokens=8, context=1000)
+    assert steps[0].way == ONE
     assert sum(step.way == SPIN for step in steps if step.at > 10) > 0.9 * sum(step.at > 10 for step in steps)
 
 
 def test_what_small_steps_begin_with_does_not_hold_for_large_ones() -> None:
-    chooser = make(small=8)
-    assert chooser.choose(8, 4000) == ONE
+    chooser = make(small=SMALL)
+    assert chooser.choose(15, 1000) == ONE
     chooser.took(0.001)
     # Its size is beside that of a small step.
-    assert chooser.choose(16, 4000) == SPIN
+    assert chooser.choose(16, 1000) == SPIN
+
+
+@pytest.mark.parametrize("tokens", [(8, 15), (15, 8)])
+def test_a_kind_begins_alike_whichever_of_its_steps_comes_first(tokens: tuple[int, int]) -> None:
+    """Of this model 12 tokens are small, but not 15, the most of their kind."""
+    chooser = make(small=SmallSteps(6_000_000, 24_000_000, 0))
+    for each in tokens:
+        assert chooser.choose(each, 1000) == SPIN
+        chooser.took(0.001)
+    assert chooser.choose(3, 1000) == ONE
 
 
 @pytest.mark.parametrize(
-    ("weights", "num_bytes", "tokens"),
+    ("small", "tokens", "context", "holds"),
     [
-        (5_000_000, 20_000_000, 15),
-        (7_500_000, 30_000_000, 10),
-        (7_500_001, 30_000_004, 0),
-        (15_000_000, 30_000_000, 5),
-        (33_600_000, 67_200_000, 0),
-        # Unknown.
-        (0, 0, 0),
+        (SMALL, 15, 0, True),
+        (SMALL, 16, 0, False),
+        (SMALL, 1, 1627, True),
+        (SMALL, 1, 1628, False),
+        (SmallSteps(15_000_000, 30_000_000, 1), 1, 0, True),
+        (SmallSteps(15_000_000, 30_000_001, 1), 1, 0, False),
+        # The model of `make bench-peers` in bfloat16.
+        (SmallSteps(33_600_000, 67_200_000, 8192), 1, 0, False),
     ],
 )
-def test_small_steps_of_a_model(weights: int, num_bytes: int, tokens: int) -> None:
-    assert small_tokens(weights, num_bytes) == tokens
+def test_small_steps_of_a_model(small: SmallSteps, tokens: int, context: int, holds: bool) -> None:
+    assert small.include(tokens, context) is holds
 
 
 def test_first_steps_of_a_number_of_rows_do_not_count() -> None:
