@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-# So much is touched at most, PIECE_BYTES at a time.
+# So much is touched at most, PIECE_BYTES at a time: more would keep memory from others before any step needs it.
 MOST_BYTES, PIECE_BYTES = 2**28, 2**21
 
 

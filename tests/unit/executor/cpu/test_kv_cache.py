@@ -125,7 +125,8 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 
 
 def test_memory_for_what_is_written_next_is_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "AHEAD_BYTES", 3 * 2**21)
+    monkeypatch.setattr(kv_cache, "LEAST_AHEAD_BYTES", 3 * 2**21)
+    monkeypatch.setattr(kv_cache, "MOST_AHEAD_BYTES", 3 * 2**21)
     geometry = BlockGeometry(num_layers=1, num_kv_heads=1, head_size=64, dtype=torch.float32)
     # 256 blocks are as much as is prepared at a time.
     cache = KvCache(geometry, 16, 4096)
@@ -159,3 +160,26 @@ def test_a_kernel_that_gives_no_memory_ahead_is_asked_once(monkeypatch: pytest.M
     assert not cache.prepare()
     cache.reached(1000)
     assert not cache.prepare()
+
+
+@pytest.mark.parametrize(("least", "most", "pieces"), [(1, 8, 4), (6, 8, 6), (1, 3, 3), (64, 64, 16)])
+def test_a_quarter_of_the_pool_is_prepared_within_bounds(
+    least: int, most: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "LEAST_AHEAD_BYTES", least * 2**21)
+    monkeypatch.setattr(kv_cache, "MOST_AHEAD_BYTES", most * 2**21)
+    asked = list[int]()
+
+    class Kernel:
+        """Counts what it is advised to populate."""
+
+        def madvise(self, _begin: object, size: Any, _advice: int) -> int:
+            asked.append(size.value)
+            return 0
+
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Kernel())
+    # 16 pieces, the null block included.
+    cache = KvCache(BlockGeometry(num_layers=1, num_kv_heads=1, head_size=64, dtype=torch.float32), 16, 4095)
+    while cache.prepare():
+        pass
+    assert asked == [2**21] * pieces
