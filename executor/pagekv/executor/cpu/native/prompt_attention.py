@@ -2,12 +2,14 @@
 prefixes that several sequences share.
 
 Keys and values of a few blocks at a time are packed into panels for `tile`, which multiplies all rows of a run with
-them. The softmax is computed online, with a running maximum and sum (FlashAttention, arXiv:2205.14135). A processor
-that is fast at products of pairs of bfloat16 multiplies keys and values in bfloat16 as they are stored, and rounds
-weights to bfloat16, as FlashAttention does on GPUs; any other widens all of them to float32. Panels begin at fixed
-positions of a context, so a row's result does not depend on the other rows of a step. The exception is NaN among the
-values (V): if one row of a run sees it, other rows of the run may become NaN, too, because NaN times a weight of 0 is
-NaN.
+them. The softmax is computed online, with a running maximum and sum (FlashAttention, arXiv:2205.14135). Panels begin at
+fixed positions of a context, so a row's result does not depend on the other rows of a step. The exception is NaN among
+the values (V): if one row of a run sees it, other rows of the run may become NaN, too, because NaN times a weight of 0
+is NaN.
+
+Where products of bfloat16 are summed in pairs (`bfloat16_sums`), keys and values are multiplied as they are stored, and
+weights are rounded to bfloat16, as FlashAttention does on GPUs. In all other cases bfloat16 is widened to float32; so
+are heads of an odd size.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def prompt_attention(
     pairs = keys.dtype == torch.bfloat16 and size % 2 == 0 and bfloat16_sums() == BFLOAT16_DOT
     # Each thread's scratch memory, in float32: panels of keys and of values; for each row of a run its query, weighted
     # sum of values, maximum and sum of weights; for each row of a tile its scores and weights, and the factor by which
-    # its sums shrink.
+    # its sums shrink. Pairs of bfloat16 need less.
     tile_rows = most_rows(lanes, FLOAT32)
     numbers = KEYS * (size + columns) + most * (size + columns) + 2 * most + tile_rows * (2 * KEYS + 1)
     numbers = -(-numbers // 16) * 16 + 64
@@ -156,10 +158,12 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                     near = args[6] + tables[table + min(place, end - 1) // block_size] * block_bytes
                     near += place % block_size * slot_bytes + head * size * width
                     whole = place >= begin and place + lanes <= end and place % block_size + lanes <= block_size
-                    if whole and words % lanes == 0:
-                        for i in range(0, words, lanes):
-                            target = keys_at + ((panel * words + i) * wide + lane) * 4
-                            transpose(lanes, word_bytes, near + i * word_bytes, slot_bytes, target, wide * 4)
+                    # Whole vectors of words are transposed, the rest is copied word by word.
+                    vectors = words // lanes * lanes if whole else 0
+                    for i in range(0, vectors, lanes):
+                        target = keys_at + ((panel * words + i) * wide + lane) * 4
+                        transpose(lanes, word_bytes, near + i * word_bytes, slot_bytes, target, wide * 4)
+                    if vectors == words:
                         continue
                     for slot in range(low, low + lanes):
                         place, lane = start + slot, slot % wide
@@ -170,7 +174,7 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                             at = args[6] + tables[table + place // block_size] * block_bytes
                             at += place % block_size * slot_bytes + head * size * width
                             key = carray(pointer(at), words, word_type)
-                            for i in range(words):
+                            for i in range(vectors, words):
                                 key_panels[panel, i, lane] = widen(key[i])
                 # Pairs: a word has the same column of two slots.
                 for slot in range(0, KEYS if paired == 2 else 0, 2):

@@ -39,13 +39,13 @@ def softmax_rows(
 
     - `tops[r]` becomes the maximum of itself and of the scores that are not NaN;
     - `shrinks[r]` is exp(old top - new top), but 0 if the old top was minus infinity;
-    - `weights[r]` are exp(score - new top), but 0 for a score of minus infinity;
+    - `weights[r]` are exp(score - new top), but 0 for a score of minus infinity, whatever `scale` is;
     - `totals[r]` becomes `totals[r] * shrinks[r]` plus the sum of the weights, which is NaN if a score is NaN.
 
     Literals: `lanes` of a vector, a divisor of `wide`; `wide`, a divisor of `keys`; `tile_rows`; `keys`, the number of
     scores of a row; `width`, the bytes of a stored weight: 4, or 2 for weights that are rounded to bfloat16, after they
-    were added to the total. `scale` is a float32. All others are int64: `count`, and addresses of float32. `scores` is
-    `[keys / wide, tile_rows, wide]`, `weights` is `[count, keys]`.
+    were added to the total. `scale` is a float32. All others are int64: `count`, and addresses. `scores` is
+    `[keys / wide, tile_rows, wide]`, `weights` is `[count, keys]`; all but the weights are float32.
     """
     lane_count, panel, panel_rows, columns = (each.literal_value for each in (lanes, wide, tile_rows, keys))
     num_bytes = width.literal_value
@@ -67,22 +67,23 @@ def softmax_rows(
         def number(base: Any) -> Any:
             return builder.inttoptr(place(base, 4, 0), F32.as_pointer())
 
-        found = []
+        found, unseen = [], []
+        nothing = ir.Constant(vector, [float("-inf")] * lane_count)
         for first in range(0, columns, lane_count):
             offset = first // panel * panel_rows * panel + first % panel
             score = load_at(builder, place(scores, 4 * panel, 4 * offset), vector, 4)
-            found.append(builder.fmul(score, factor))
+            unseen.append(builder.fcmp_ordered("==", score, nothing))
+            found.append(builder.select(unseen[-1], nothing, builder.fmul(score, factor)))
         old = builder.load(number(tops))
         top = _larger(builder, _largest(builder, found), old)
         spread_top = spread(builder, vector, top)
-        nothing = ir.Constant(F32, float("-inf"))
         shrink = builder.fsub(old, top)
-        shrink = builder.select(builder.fcmp_ordered("==", old, nothing), F32(0.0), exp_of(builder, shrink))
+        none_yet = builder.fcmp_ordered("==", old, ir.Constant(F32, float("-inf")))
+        shrink = builder.select(none_yet, F32(0.0), exp_of(builder, shrink))
         total = vector([0.0] * lane_count)
         for index, score in enumerate(found):
             weight = exp_of(builder, builder.fsub(score, spread_top))
-            unseen = builder.fcmp_ordered("==", score, ir.Constant(vector, [float("-inf")] * lane_count))
-            weight = builder.select(unseen, vector([0.0] * lane_count), weight)
+            weight = builder.select(unseen[index], vector([0.0] * lane_count), weight)
             target = place(weights, num_bytes * columns, num_bytes * index * lane_count)
             stored = weight if num_bytes == 4 else rounded(builder, weight)
             builder.store(stored, builder.inttoptr(target, stored.type.as_pointer())).align = num_bytes

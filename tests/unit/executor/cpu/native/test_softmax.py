@@ -80,6 +80,18 @@ def test_scores_are_scaled_and_weights_rounded(lanes: int, wide: int) -> None:
     assert np.array_equal(numbers[0], numbers[1])
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_what_is_not_seen_weighs_nothing_at_any_scale(scale: float) -> None:
+    scores = np.arange(KEYS, dtype=np.float32)[None]
+    scores[0, 3:] = -np.inf
+    tops, totals = np.full(1, -np.inf, np.float32), np.zeros(1, np.float32)
+    weights, _ = softmax(4, 4, scores, tops, totals, scale=scale)
+    expected = np.exp(scale * np.arange(3))
+    assert tops[0] == 0
+    assert np.allclose(weights[0], [*expected, *[0] * (KEYS - 3)])
+    assert np.allclose(totals[0], expected.sum())
+
+
 def test_a_score_that_is_no_number_is_told_and_is_not_the_largest() -> None:
     scores = np.zeros((2, KEYS), np.float32)
     scores[0, 5] = math.nan
