@@ -1,6 +1,7 @@
 """Writes a bill of materials for each image, as CycloneDX 1.6 in JSON: pagekv and every Python distribution that the
-image holds, with versions, package URLs and the hashes of locks/. The same lists give the same bytes. `make sbom`, or
-with another folder than build/sbom as the argument.
+image holds, with versions, package URLs and the hashes of locks/. The same lists give the same bytes.
+
+usage: python scripts/sbom.py [FOLDER]     FOLDER: build/sbom, if none is given
 
 What the base image brings, Python itself and Debian's packages, is not in it: that takes a scanner of built images.
 """
@@ -34,7 +35,7 @@ def bill_of(image: str) -> str:
     text = (ROOT / "locks" / f"{image}.txt").read_text()
     if image != "executor":
         return _valid(_made_from(text))
-    # Its CPU build comes from an index of its own, and stands in no list.
+    # torch's CPU build comes from an index of its own, and stands in no list.
     torch = dict(re.findall(r"^ARG (\w+)=(.*)$", (ROOT / "executor" / "Dockerfile").read_text(), re.MULTILINE))
     bill = _made_from(f"{text}{torch['TORCH']}\n")
     return _valid(bill.replace(f"{PYPI}/torch/", f"{torch['TORCH_INDEX']}/torch/"))
@@ -42,7 +43,7 @@ def bill_of(image: str) -> str:
 
 def _made_from(requirements: str) -> str:
     """The tool's bill of these requirements. The tool runs in this process, so that the grammars of its validator,
-    which take two seconds to load, are loaded once for all bills.
+    which take more than a second to load, are loaded once for all bills.
     """
     with tempfile.TemporaryDirectory() as folder:
         listed, bill = Path(folder) / "requirements.txt", Path(folder) / "bill.json"

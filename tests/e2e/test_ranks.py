@@ -244,7 +244,7 @@ async def answer(stack: Stack) -> Result:
 @pytest.mark.parametrize(
     ("backend", "fails"),
     [
-        # Ranks do the same on every backend then; test_a_rank_that_fails_alone has the collectives.
+        # Ranks that start anew do the same on every backend; test_a_rank_that_fails_alone has the collectives.
         pytest.param(ORACLE, "1 build", id="1 build"),
         *(pytest.param(CPU, fails, id=fails, marks=pytest.mark.nightly) for fails in ("1 load", "1 describe")),
     ],

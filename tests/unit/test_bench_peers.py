@@ -243,11 +243,11 @@ def test_a_turn_waits_until_players_are_idle(work: list[float], pauses: int) -> 
         used += work[len(paused)] if len(paused) < len(work) else 0.0
         paused.append(seconds)
 
-    wait_until_idle([7], lambda pids: used if pids == [7] else -1.0, pause)
+    assert wait_until_idle([7], lambda pids: used if pids == [7] else -1.0, pause)
     assert paused == [PAUSE_S] * pauses
 
 
 def test_a_turn_does_not_wait_for_ever() -> None:
     paused = list[float]()
-    wait_until_idle([7], lambda _: float(len(paused)), paused.append)
+    assert not wait_until_idle([7], lambda _: float(len(paused)), paused.append)
     assert len(paused) == MOST_PAUSES

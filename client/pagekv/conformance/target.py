@@ -109,8 +109,9 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
             description = link.describe(describe_request(block_size=block_size))
         except Refusal as refusal:
             if refusal.field != "block_size":
-                other = refusal.code is grpc.StatusCode.UNIMPLEMENTED
-                hint = ". Is it an executor, and not a manager or a gateway?" if other else ""
+                hint = ""
+                if refusal.code is grpc.StatusCode.UNIMPLEMENTED:
+                    hint = ". Is it an executor, and not a manager or a gateway?"
                 raise Untestable(f"Describe is refused: {refusal}{hint}") from refusal
             continue
         if not description.bytes_per_block or not description.vocab_size:

@@ -6,7 +6,10 @@ import errno
 import os
 import socket
 
-IN_USE = "is another process using it?"
+IN_USE = "another process is using it"
+# For a path, whose place may also be taken by a file or a folder.
+TAKEN = "another process's socket, or something else, is there"
+UNKNOWN = "gRPC cannot use it and does not say why; is another process using it?"
 _WORDS = {errno.EADDRINUSE: IN_USE, errno.EADDRNOTAVAIL: "this machine does not have that address"}
 
 
@@ -17,13 +20,16 @@ def why_not_listen(listen: str) -> str:
             _bind_path(listen.removeprefix("unix:"))
         else:
             _bind_port(listen)
-    except socket.gaierror:
-        return "no address is known for this name"
+    except (socket.gaierror, UnicodeError):
+        # Some names cannot even be asked for: those with an empty part, or with one of over 63 letters.
+        return "no address is found for this name"
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and listen.startswith("unix:"):
+            return TAKEN
         # A path that is too long has no number.
         return _WORDS.get(error.errno or 0, error.strerror or str(error))
-    # The address has become free meanwhile.
-    return IN_USE
+    # The address has become free meanwhile, or gRPC does not understand it.
+    return UNKNOWN
 
 
 def _bind_path(path: str) -> None:

@@ -20,7 +20,7 @@ from support.clients.stack import ROOT
 
 from pagekv.common.flags import integer
 from pagekv.executor.machine import usable_cores
-from peers.cpu_time import neighbours, wait_until_idle
+from peers.cpu_time import MOST_PAUSES, PAUSE_S, neighbours, wait_until_idle
 from peers.floor import ELEMENT_BYTES, floor_of, read_shape
 from peers.machine_rates import measured
 from peers.models import model_directory
@@ -68,7 +68,8 @@ def compare(name: str, args: argparse.Namespace) -> Comparison:
 def _turn(player: Player, waiting: list[int]) -> Turn:
     # Threads of OpenMP spin for a while after their work, and PageKV populates memory while it has nothing to do.
     # Nobody should have to play beside that.
-    wait_until_idle([*player.pids, *waiting])
+    if not wait_until_idle([*player.pids, *waiting]):
+        _say(f"  the players are not idle after {MOST_PAUSES * PAUSE_S:.0f} s; {player.name} plays all the same")
     turn = player.play(waiting)
     _say(
         f"  {player.name:8} {turn.rate:7.1f} tokens/s, others {turn.other_cores:.2f} cores, idle {turn.idle_cores:.2f}"

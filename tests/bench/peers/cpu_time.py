@@ -15,7 +15,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 # Fields of the first line of /proc/stat, see proc_stat(5), that are work: user, nice, system, irq, softirq, and what
 # the hypervisor gave to others.
 WORK = (0, 1, 2, 5, 6, 7)
-# Processes are idle once they use at most IDLE_CORES for PAUSE_S. After MOST_PAUSES it is no longer waited for.
+# Processes are idle once they use at most IDLE_CORES for PAUSE_S. Nobody waits longer than MOST_PAUSES for that.
 PAUSE_S, IDLE_CORES, MOST_PAUSES = 0.5, 0.05, 40
 
 
@@ -47,13 +47,16 @@ def wait_until_idle(
     pids: Collection[int],
     used_s: Callable[[Collection[int]], float] = trees_s,
     pause: Callable[[float], None] = time.sleep,
-) -> None:
-    """Waits PAUSE_S or a multiple of it, until these processes and those below them are idle."""
+) -> bool:
+    """Waits PAUSE_S or a multiple of it, until these processes and those below them are idle. False if they are not
+    idle after MOST_PAUSES.
+    """
     for _ in range(MOST_PAUSES):
         before = used_s(pids)
         pause(PAUSE_S)
         if used_s(pids) - before <= IDLE_CORES * PAUSE_S:
-            return
+            return True
+    return False
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""A rank of a group that fails while it starts, on the cpu backend in the middle of what ranks compute together: the
-real one but for that. A script with the executor's flags.
+"""A rank of a group that fails while it starts, on the cpu backend in the middle of what ranks compute together. In all
+else it is a real rank. A script with the executor's flags.
 
-FAILS: the rank, and what it fails in (load, describe, allocate; `build` on the oracle), such as `1 describe`. FAILING:
-path of a file, while which is there it fails.
+FAILS: the rank, and what it fails in (load, describe, allocate; `build` on the oracle), such as `1 describe`. It fails
+while there is a file at the path FAILING.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def test_the_gateways_address_may_be_taken(tmp_path: Path, caplog: pytest.LogCap
         flags = with_gateway(tmp_path, f"127.0.0.1:{port}")
         status, words = main(["--listen=127.0.0.1:0", f"--executor={NOWHERE}", *flags], caplog)
     assert status == 1
-    assert words == f"cannot start: --gateway-listen: cannot listen on 127.0.0.1:{port}: is another process using it?"
+    assert words == f"cannot start: --gateway-listen: cannot listen on 127.0.0.1:{port}: another process is using it"
 
 
 def test_it_stops_while_an_executor_keeps_it_waiting(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_taken_port_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
         status, words = main(["--listen", f"127.0.0.1:{port}", "--executor", NOWHERE], caplog)
     assert (status, words) == (
         1,
-        f"cannot start: cannot listen on 127.0.0.1:{port}: is another process using it?",
+        f"cannot start: cannot listen on 127.0.0.1:{port}: another process is using it",
     )
 
 

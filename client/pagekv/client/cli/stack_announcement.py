@@ -10,7 +10,7 @@ from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal, pagekv_command
 from pagekv.client.errors import PermissionDenied, Unauthenticated
 from pagekv.client.identity import API_KEY_VARIABLE
-from pagekv.client.launcher.child_flags import flag_value
+from pagekv.client.launcher.child_flags import flag_value, takes_models_tokenizer
 from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import Stack
 from pagekv.client.types import ModelInfo
@@ -79,12 +79,12 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
 
 
 def _tokenizer_failed(stack: Stack, info: ModelInfo) -> bool:
-    """Whether the model's own tokenizer was wanted and is there, and could not be used. Before the start, `pagekv up`
-    warns of a directory without one.
+    """Whether the model's own tokenizer was wanted and could not be used. False for a directory without one, of which
+    `pagekv up` warns before the start.
     """
     if info.has_tokenizer or not info.model_id:
         return False
-    if flag_value("tokenizer", stack.config.manager_args, os.environ) not in (None, "", "auto"):
+    if not takes_models_tokenizer(stack.config.manager_args, os.environ):
         return False
     return not os.path.isdir(info.model_id) or os.path.isfile(os.path.join(info.model_id, TOKENIZER))
 

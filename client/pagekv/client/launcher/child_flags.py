@@ -17,8 +17,9 @@ from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 EVENTS_FLAG, REPLAY_FLAG = "kv-events-endpoint", "kv-events-replay-endpoint"
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 _LAST_PORT = 65535
-# Values of --tokenizer that name no tokenizer: the executor's model has one, or there is none.
-_NO_NAMES = (None, "", "auto", "none")
+# Values of --tokenizer that mean the model's own tokenizer, and those that name none.
+_MODELS_OWN = (None, "", "auto")
+_NO_NAMES = (*_MODELS_OWN, "none")
 
 
 def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | None:
@@ -85,6 +86,11 @@ def tokenizer_name(manager_args: Sequence[str], env: Mapping[str, str]) -> str |
     """The tokenizer that the manager's flags name; None if they name none."""
     name = flag_value("tokenizer", manager_args, env)
     return None if name in _NO_NAMES else name
+
+
+def takes_models_tokenizer(manager_args: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether the manager's flags leave the choice of the tokenizer to the model."""
+    return flag_value("tokenizer", manager_args, env) in _MODELS_OWN
 
 
 def vocabulary_args(executor_args: Sequence[str], manager_args: Sequence[str], env: Mapping[str, str]) -> list[str]:

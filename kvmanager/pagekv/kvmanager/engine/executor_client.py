@@ -201,22 +201,24 @@ def _refusals(method: str, target: str, asked: tuple[int, int] | None = None) ->
     except grpc.aio.AioRpcError as error:
         words = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            for said, meaning in _NOBODY_THERE.items():
+            for said, meaning in _MEANINGS.items():
                 if said in words:
                     raise NoExecutor(meaning.format(target)) from error
         if error.code() is grpc.StatusCode.UNIMPLEMENTED and not _has_details(error):
-            raise NoExecutor(f"the server at {target} is no executor ({_words(error, method)}): {_NAME_IT}") from error
+            raise NoExecutor(
+                f"the server at {target} is no executor, or of another version ({_words(error, method)}): {_NAME_IT}"
+            ) from error
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise NoRoom(_words(error, method), asked) from error
         refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
         raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
 
 
-# gRPC's words for an address where nothing answers, and the explanation for the operator. Other words, such as those of
-# TLS, say what is wrong.
+# gRPC's words for an address where no executor answers, and the explanation for the operator. Other words, such as
+# those of TLS, say what is wrong.
 _NAME_IT = "name the executor's address with --executor"
 _START_ONE = "start a pagekv-executor with --listen {0}, or name another address with --executor"
-_NOBODY_THERE = {
+_MEANINGS = {
     "Connection refused": f"nothing listens at {{0}}, or its model is still being loaded: {_START_ONE}",
     "No such file or directory": f"nothing listens at {{0}}, or its model is still being loaded: {_START_ONE}",
     "Domain name not found": "no address is known for the name in {0}: check its spelling, or name another address "

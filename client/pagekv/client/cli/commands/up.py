@@ -19,7 +19,13 @@ from pagekv.client.cli.stack_announcement import announce
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.launcher.certificates import StackCertificates
-from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
+from pagekv.client.launcher.child_flags import (
+    flag_value,
+    is_bare_oracle,
+    takes_models_tokenizer,
+    tokenizer_name,
+    vocabulary_args,
+)
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.launcher.stack import LOOPBACK, Stack, StackConfig
 from pagekv.client.launcher.stop_signals import StopSignals
@@ -257,7 +263,7 @@ def without_tokenizer(config: StackConfig) -> str:
     # Without a config.json it is no model directory, which the executor will say.
     if not model or model == DEMO or not os.path.isfile(directory / CONFIG) or (directory / TOKENIZER).is_file():
         return ""
-    if flag_value("tokenizer", config.manager_args, os.environ) not in (None, "", "auto"):
+    if not takes_models_tokenizer(config.manager_args, os.environ):
         return ""
     return f"{directory} has no {TOKENIZER}, so only token ids can be served; name a tokenizer with --tokenizer"
 
