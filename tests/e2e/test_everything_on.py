@@ -185,4 +185,4 @@ def test_everything_at_once_changes_no_output_and_agrees(tmp_path: Path, capsys:
     assert replay([str(tmp_path / "trace.jsonl"), "--mode", "cache", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["requests"] == len(records)
     assert replay(["--steps", str(tmp_path / "steps")]) == 0
-    assert f"for {stats.requests_total:,} requests in 1 epochs" in capsys.readouterr().out
+    assert f"for {stats.requests_total:,} requests in 1 epoch, " in capsys.readouterr().out
