@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, njit
 
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
 from pagekv.executor.cpu.native.interleave import interleave
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, prefetch, take_ticket
-from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
+from pagekv.executor.cpu.native.numbers import OPTIONS, STORED, address_of, exp, widen
 from pagekv.executor.cpu.native.openmp import bits_of, empty, run
 from pagekv.executor.cpu.native.softmax import softmax_rows
 from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, FLOAT32, most_rows, panel_vectors, tile
@@ -84,6 +84,12 @@ def prompt_attention(
     )
 
 
+@njit(**OPTIONS)
+def slot_offset(tables: Any, table: int, place: int, block_size: int, block_bytes: int, slot_bytes: int) -> Any:
+    """Bytes from the start of a layer's keys, or values, to slot `place` of the blocks `tables[table:]`."""
+    return tables[table + place // block_size] * block_bytes + place % block_size * slot_bytes
+
+
 @cache
 def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
     """Address of the function. `sums_kind`: FLOAT32 or BFLOAT16_DOT of `tile`."""
@@ -134,7 +140,7 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                 return
             number, head = item // kv_heads, item % kv_heads
             first, count = firsts[number], firsts[number + 1] - firsts[number]
-            table = offsets[number]
+            table, behind = offsets[number], head * size * width
             for row in range(count):
                 for member in range(group):
                     at = rows[first + row] * args[9] + (head * group + member) * args[10]
@@ -156,7 +162,7 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                 for low in range(0, KEYS, lanes):
                     place, panel, lane = start + low, low // wide, low % wide
                     near = args[6] + tables[table + min(place, end - 1) // block_size] * block_bytes
-                    near += place % block_size * slot_bytes + head * size * width
+                    near += place % block_size * slot_bytes + behind
                     whole = place >= begin and place + lanes <= end and place % block_size + lanes <= block_size
                     # Whole vectors of words are transposed, the rest is copied word by word.
                     vectors = words // lanes * lanes if whole else 0
@@ -171,9 +177,8 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                             for i in range(words):
                                 key_panels[panel, i, lane] = 0
                         else:
-                            at = args[6] + tables[table + place // block_size] * block_bytes
-                            at += place % block_size * slot_bytes + head * size * width
-                            key = carray(pointer(at), words, word_type)
+                            at = slot_offset(tables, table, place, block_size, block_bytes, slot_bytes) + behind
+                            key = carray(pointer(args[6] + at), words, word_type)
                             for i in range(vectors, words):
                                 key_panels[panel, i, lane] = widen(key[i])
                 # Pairs: a word has the same column of two slots.
@@ -181,12 +186,12 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                     lower = upper = 0
                     place = start + slot
                     if begin <= place < end:
-                        lower = args[7] + tables[table + place // block_size] * block_bytes
-                        lower += place % block_size * slot_bytes + head * size * width
+                        at = slot_offset(tables, table, place, block_size, block_bytes, slot_bytes) + behind
+                        lower = args[7] + at
                     place += 1
                     if begin <= place < end:
-                        upper = args[7] + tables[table + place // block_size] * block_bytes
-                        upper += place % block_size * slot_bytes + head * size * width
+                        at = slot_offset(tables, table, place, block_size, block_bytes, slot_bytes) + behind
+                        upper = args[7] + at
                     for part in range(columns // wide):
                         shift = part * wide * width
                         interleave(
@@ -203,9 +208,8 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                             for i in range(wide):
                                 value_panels[part, slot, i] = 0
                     else:
-                        at = args[7] + tables[table + place // block_size] * block_bytes
-                        at += place % block_size * slot_bytes + head * size * width
-                        value = carray(pointer(at), size, stored)
+                        at = slot_offset(tables, table, place, block_size, block_bytes, slot_bytes) + behind
+                        value = carray(pointer(args[7] + at), size, stored)
                         for part in range(columns // wide):
                             kept = min(wide, size - part * wide)
                             for i in range(kept):
@@ -226,8 +230,7 @@ def _compiled(stored: Any, lanes: int, sums_kind: int) -> int:
                     share = following * ((low - done * group) // tile_rows + 1) // tiles
                     for slot in range(fetched, share):
                         place = start + KEYS + slot
-                        at = tables[table + place // block_size] * block_bytes
-                        at += place % block_size * slot_bytes + head * size * width
+                        at = slot_offset(tables, table, place, block_size, block_bytes, slot_bytes) + behind
                         for line in range(0, size * width, LINE_BYTES):
                             prefetch(args[6] + at + line)
                             prefetch(args[7] + at + line)
