@@ -192,7 +192,7 @@ class WayChooser:
             # Starts with the way of the previous step if that had nearly the same size.
             alike = abs(size - self._size) <= 1 and before.first == first
             kind = self._kinds[key] = _Kind(first, before.way if alike else first)
-            if first == self._alone:
+            if small:
                 # Other processes disturb one thread least of all ways, so others need not be tried soon.
                 kind.pause = PAUSE
         self._num_steps += 1
