@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.executor.loop_kinds import LOOP_KINDS, use_loops
 
 from pagekv.executor.cpu.native import product as product_module
 from pagekv.executor.cpu.native.product import CHUNK_ROWS, WIDENED_STEPS, Product
-from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, BFLOAT16_WIDENED
-from pagekv.executor.cpu.native.vectors import features, vector_lanes
+from pagekv.executor.cpu.native.tile import BFLOAT16_WIDENED
+from pagekv.executor.cpu.native.vectors import vector_lanes
 
 pytestmark = pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
 
@@ -34,22 +35,13 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-# Lanes, and how bfloat16 is summed, of other processors whose code runs here. Each takes some seconds to compile.
-OTHERS = [(8, BFLOAT16_WIDENED), (4, BFLOAT16_WIDENED)]
-if "avx512bf16" in features():
-    # One of them is this processor's, but which one is timed, and workers must not collect different tests.
-    OTHERS += [(16, BFLOAT16_DOT), (16, BFLOAT16_WIDENED)]
-
-
-@pytest.fixture(params=[None, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)], ids=str)
+@pytest.fixture(params=LOOP_KINDS, ids=str)
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """Vectors as long as another processor has them; None: those of this one."""
     if request.param is None:
         return None
-    count, sums = request.param
-    monkeypatch.setattr(product_module, "vector_lanes", lambda: count)
-    monkeypatch.setattr(product_module, "bfloat16_sums", lambda: sums)
-    return int(count)
+    use_loops(product_module, request.param, monkeypatch)
+    return int(request.param[0])
 
 
 def weights(inner: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

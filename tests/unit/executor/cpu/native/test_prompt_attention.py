@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.executor.loop_kinds import LOOP_KINDS, use_loops
 
 from pagekv.executor.cpu.gathered_attention import attend
 from pagekv.executor.cpu.kv_cache import KvCache
@@ -14,7 +15,6 @@ from pagekv.executor.cpu.native import prompt_attention as prompt_module
 from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
 from pagekv.executor.cpu.native.prompt_attention import prompt_attention
 from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, BFLOAT16_MATRIX, BFLOAT16_WIDENED, FLOAT32
-from pagekv.executor.cpu.native.vectors import features
 from pagekv.executor.cpu.paged_reads import PagedRuns
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.loading import BlockGeometry
@@ -87,22 +87,13 @@ def poisoned(pools: KvCache, runs: PagedRuns) -> None:
             ).to(part.dtype)
 
 
-# Lanes, and how bfloat16 is summed, of other processors whose code runs here. Each takes some seconds to compile.
-OTHERS = [(8, BFLOAT16_WIDENED), (4, BFLOAT16_WIDENED)]
-if "avx512bf16" in features():
-    # One of them is this processor's, but which one is timed, and workers must not collect different tests.
-    OTHERS += [(16, BFLOAT16_DOT), (16, BFLOAT16_WIDENED)]
-
-
-@pytest.fixture(params=[None, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)], ids=str)
+@pytest.fixture(params=LOOP_KINDS, ids=str)
 def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How bfloat16 is summed: on this processor, or on another one, with vectors of its length."""
     if request.param is None:
         return bfloat16_sums()
-    count, sums = request.param
-    monkeypatch.setattr(prompt_module, "vector_lanes", lambda: count)
-    monkeypatch.setattr(prompt_module, "bfloat16_sums", lambda: sums)
-    return int(sums)
+    use_loops(prompt_module, request.param, monkeypatch)
+    return int(request.param[1])
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
