@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log
 from pagekv.common.models import check_model_files, resolve_model
+from pagekv.common.paused_collector import paused_collector
 from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, refuse_cuda_flags
 from pagekv.executor.group import rank_threads
 from pagekv.executor.machine import available_bytes, shorten_spinning
 from pagekv.executor.model.start_check import check_cpu_start
+from pagekv.executor.model.torch_import import import_torch
 from pagekv.executor.ranks.watch import end_process
 from pagekv.executor.world import ALONE, World
 
@@ -40,16 +42,14 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
     gpu = _usable_gpu(config, world) if config.backend == "cuda" else None
     directory = resolve_model(config.model)
     check_model_files(directory)
-    if gpu is None and config.backend == "auto" and _torch_has_gpu():
+    if gpu is None and config.backend == "auto" and _torch_has_gpu(world):
         gpu = _usable_gpu(config, world)
     if gpu is not None:
         return _load_cuda(config, directory, gpu, world, lost)
     refuse_cuda_flags(config)
     check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes() // world.local_size, world.size)
-    with phase("importing torch and transformers"):
-        from pagekv.executor.model.transformers_import import import_transformers
-
-        import_transformers(distributed=world.size > 1)
+    with phase("importing torch and transformers"), paused_collector():
+        _import_torch_and_transformers(world)
         from pagekv.executor.cpu.backend import CpuBackend
 
     shards = _shards(world, lost)
@@ -98,12 +98,20 @@ def _load_oracle(config: ExecutorConfig) -> Backend:
     )
 
 
-def _torch_has_gpu() -> bool:
+def _import_torch_and_transformers(world: World) -> None:
+    import_torch(meta_kernels=world.size > 1)
+    from pagekv.executor.model.transformers_import import import_transformers
+
+    import_transformers(distributed=world.size > 1)
+
+
+def _torch_has_gpu(world: World) -> bool:
     # Without CuPy the answer is False, and torch need not be imported.
     if importlib.util.find_spec("cupy") is None:
         return False
     shorten_spinning()
-    with phase("importing torch"):
+    with phase("importing torch"), paused_collector():
+        import_torch(meta_kernels=world.size > 1)
         import torch
 
     with suppress(ImportError):
@@ -124,10 +132,8 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World, 
     from pagekv.executor.cuda.preflight import check_model
 
     check_model(directory, config.dtype, config.kv_dtype, gpu, config.kv_memory, ranks=world.size)
-    with phase("importing torch, CuPy and transformers"):
-        from pagekv.executor.model.transformers_import import import_transformers
-
-        import_transformers(distributed=world.size > 1)
+    with phase("importing torch, CuPy and transformers"), paused_collector():
+        _import_torch_and_transformers(world)
         from pagekv.executor.cuda.backend import CudaBackend
         from pagekv.executor.cuda.device import CudaDevice
         from pagekv.kernels.cupy_launcher import GpuUnavailable

@@ -6,6 +6,7 @@ import sys
 
 from pagekv.common.extras import refuse_without
 from pagekv.common.interrupts import quiet_interrupts
+from pagekv.common.paused_collector import paused_collector
 from pagekv.common.version import pagekv_version
 
 
@@ -16,8 +17,8 @@ def main() -> int:
             print(f"pagekv-manager {pagekv_version()}")
             return 0
         refuse_without("pagekv-manager", "manager")
-        from pagekv.kvmanager.server import main as serve
-
+        with paused_collector():
+            from pagekv.kvmanager.server import main as serve
         return serve()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 from pagekv.common.interrupts import quiet_interrupts
+from pagekv.common.paused_collector import paused_collector
 
 
 def main() -> int:
-    with quiet_interrupts():
+    with quiet_interrupts(), paused_collector():
         from pagekv.client.cli.main import main as run
     return run()
 

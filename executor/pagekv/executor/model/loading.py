@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from pagekv.executor.machine import memory_for
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.tensor_parallel import split_plan, take_shards
+from pagekv.executor.model.torch_import import import_meta_kernels
 from pagekv.executor.model.transformers_import import without_compiler
 from pagekv.executor.model.unsupported import refuse_unsupported
 
@@ -122,7 +124,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
     # `memory_to_load`: the kernel may refuse to map a file that is larger than the machine's memory.
     placed = nullcontext() if shards is None else _kept_on(torch.device(device))
     with _explained(directory, "load the model", *raw), without_compiler(), memory_to_load(directory), placed:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        read = partial(
+            AutoModelForCausalLM.from_pretrained,
             directory,
             config=config,
             dtype=dtype,
@@ -135,6 +138,13 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
             **({"experts_implementation": "eager"} if dtype is torch.float64 else {}),
             **(_split(directory, config, shards) if shards is not None else {}),
         )
+        try:
+            model, report = read()
+        except NotImplementedError:
+            # Creating the model may take an operator without a meta kernel in C++.
+            if not import_meta_kernels():
+                raise
+            model, report = read()
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise ValueError(

@@ -3,14 +3,12 @@
 Some decorators load torch's compiler, and with it SymPy, only to mark functions for compilation; and transformers loads
 classes of distributed tensors if torch.distributed is available. PageKV runs everything eagerly and, without ranks, in
 one process; ranks do use distributed tensors. Also, transformers lists the contents of every model's files twice,
-because it caches the lists of only 128 folders; during the import here, the cache has no bound. And the garbage
-collector, which finds next to nothing among classes and functions that stay, would take a fifth of the time.
+because it caches the lists of only 128 folders; during the import here, the cache has no bound.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -36,20 +34,9 @@ def import_transformers(*, distributed: bool = False) -> None:
     if "transformers.modeling_utils" in sys.modules:
         return
     parts = nullcontext() if distributed else _not_distributed()
-    with _no_collections(), without_compiler(), parts, _models_listed_once(), suppress(Exception):
+    with without_compiler(), parts, _models_listed_once(), suppress(Exception):
         for name in _MODULES:
             importlib.import_module(name)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @contextmanager
