@@ -1,8 +1,9 @@
 """Imports transformers without the parts that PageKV never uses, which take half of the time and much memory.
 
 Some decorators load torch's compiler, and with it SymPy, only to mark functions for compilation; and transformers loads
-classes of distributed tensors if torch.distributed is available. PageKV runs everything eagerly and, without ranks, in
-one process; ranks do use distributed tensors. Also, transformers lists the contents of every model's files twice,
+classes of distributed tensors if torch.distributed is available, and torch's flex attention, which imports SymPy since
+torch 2.14. PageKV runs everything eagerly, with attention of its own, and, without ranks, in one process; ranks do use
+distributed tensors. Also, transformers lists the contents of every model's files twice,
 because it caches the lists of only 128 folders; during the import here, the cache has no bound.
 """
 
@@ -22,6 +23,8 @@ _COMPILER = "torch._dynamo"
 # Modules whose import loads both, directly or not. A model's own module loads the rest later.
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto")
 
+# transformers' function that tells whether flex attention is available, and the modules from which others import it.
+_HAS_FLEX, _UTILS = "is_torch_flex_attn_available", ("transformers.utils", "transformers.utils.import_utils")
 # transformers' function that lists the contents of a folder's files.
 _LISTS = "create_import_structure_from_path"
 
@@ -34,7 +37,7 @@ def import_transformers(*, distributed: bool = False) -> None:
     if "transformers.modeling_utils" in sys.modules:
         return
     parts = nullcontext() if distributed else _not_distributed()
-    with without_compiler(), parts, _models_listed_once(), suppress(Exception):
+    with suppress(Exception), without_compiler(), parts, _models_listed_once(), _no_flex_attention():
         for name in _MODULES:
             importlib.import_module(name)
 
@@ -65,6 +68,19 @@ def _not_distributed() -> Iterator[None]:
         yield
     finally:
         torch.distributed.is_available = is_available
+
+
+@contextmanager
+def _no_flex_attention() -> Iterator[None]:
+    modules = [importlib.import_module(name) for name in _UTILS]
+    found = getattr(modules[0], _HAS_FLEX)
+    for module in modules:
+        setattr(module, _HAS_FLEX, lambda: False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, _HAS_FLEX, found)
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from support.executor.cpu_driver import save_model
 
 from pagekv.executor.model import transformers_import
 
-HEAVY = ("torch._dynamo", "torch._meta_registrations", "torch.distributed.tensor", "sympy")
+HEAVY = (
+    *("torch._dynamo", "torch._meta_registrations", "torch.distributed.tensor"),
+    *("torch.nn.attention.flex_attention", "sympy"),
+)
 # In a process of its own, as an executor starts.
 START = f"""
 import sys
@@ -54,7 +59,34 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return modules
 
 
-def test_marks_leave_functions_as_they_are(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]) -> None:
+def has_flex() -> bool:
+    """As transformers' function tells with a torch that has flex attention."""
+    return True
+
+
+@pytest.fixture
+def telling(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The modules from which transformers' own modules import that function."""
+    names = ("transformers.utils", "transformers.utils.import_utils")
+    return {name: SimpleNamespace(is_torch_flex_attn_available=has_flex) for name in names}
+
+
+@pytest.fixture
+def import_by(monkeypatch: pytest.MonkeyPatch, telling: dict[str, Any]) -> ImportBy:
+    """Replaces the import of all other modules by a function of their name."""
+
+    def replace(load: Callable[[str], object]) -> None:
+        monkeypatch.setattr(importlib, "import_module", lambda name: telling.get(name) or load(name))
+
+    return replace
+
+
+ImportBy = Callable[[Callable[[str], object]], None]
+
+
+def test_marks_leave_functions_as_they_are(
+    import_by: ImportBy, modules: dict[str, ModuleType], telling: dict[str, Any]
+) -> None:
     available = torch.distributed.is_available()
     seen: list[object] = []
 
@@ -67,29 +99,29 @@ def test_marks_leave_functions_as_they_are(monkeypatch: pytest.MonkeyPatch, modu
         )
         seen.append((*marked, compiler.is_compiling(), hasattr(compiler, "__wrapped__")))
         assert not torch.distributed.is_available()
+        assert not any(module.is_torch_flex_attn_available() for module in telling.values())
 
-    monkeypatch.setattr(importlib, "import_module", load)
+    import_by(load)
     transformers_import.import_transformers()
     assert seen == [(load, load, load, False, False)] * 3
     assert "torch._dynamo" not in modules
     assert torch.distributed.is_available() == available
+    assert all(module.is_torch_flex_attn_available is has_flex for module in telling.values())
 
 
-def test_ranks_have_distributed_tensors_and_no_compiler(
-    monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]
-) -> None:
+def test_ranks_have_distributed_tensors_and_no_compiler(import_by: ImportBy, modules: dict[str, ModuleType]) -> None:
     available, seen = torch.distributed.is_available(), []
 
     def load(name: str) -> None:
         seen.append(torch.distributed.is_available() == available and "torch._dynamo" in modules)
 
-    monkeypatch.setattr(importlib, "import_module", load)
+    import_by(load)
     transformers_import.import_transformers(distributed=True)
     assert seen == [True] * 3
 
 
 def test_where_marks_do_not_suffice_the_next_import_loads_all(
-    monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]
+    import_by: ImportBy, modules: dict[str, ModuleType], telling: dict[str, Any]
 ) -> None:
     available, asked = torch.distributed.is_available(), []
 
@@ -97,16 +129,17 @@ def test_where_marks_do_not_suffice_the_next_import_loads_all(
         asked.append(name)
         raise TypeError("no class to derive from")
 
-    monkeypatch.setattr(importlib, "import_module", load)
+    import_by(load)
     transformers_import.import_transformers()
     assert len(asked) == 1
     assert "torch._dynamo" not in modules
     assert torch.distributed.is_available() == available
+    assert all(module.is_torch_flex_attn_available is has_flex for module in telling.values())
 
 
-def test_what_was_loaded_before_stays(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]) -> None:
+def test_what_was_loaded_before_stays(import_by: ImportBy, modules: dict[str, ModuleType]) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(importlib, "import_module", asked.append)
+    import_by(asked.append)
     loaded = modules["torch._dynamo"] = ModuleType("torch._dynamo")
     transformers_import.import_transformers()
     assert modules["torch._dynamo"] is loaded
