@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagekv.common.phases import Phase, phase
+from pagekv.common.safetensors_file import check_safetensors_file
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -63,8 +64,8 @@ def _check_text(directory: Path) -> None:
 
 def check_model_files(directory: Path, *, weights: bool = True) -> None:
     """Finds faults in milliseconds that would otherwise end a start after many seconds: config.json is missing or is no
-    JSON object; with `weights`, weights are missing, completely or in part by their index, or are pointers of Git LFS.
-    Raises ModelNotFound, which names the file and says what to do.
+    JSON object; with `weights`, weights are missing, completely or in part by their index, are pointers of Git LFS, or
+    were copied in part. Raises ModelNotFound, which names the file and says what to do.
     """
     if not any(directory.iterdir()):
         raise ModelNotFound(f"{directory} is empty: it should hold a model's config.json, weights and tokenizer")
@@ -75,9 +76,20 @@ def check_model_files(directory: Path, *, weights: bool = True) -> None:
         )
     _read_object(directory / CONFIG)
     for path in _weight_files(directory) if weights else ():
-        with path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise ModelNotFound(f"{path} is a Git LFS pointer, not the weights: run git lfs pull in {directory}")
+        try:
+            _check_weights(path)
+        except OSError as error:
+            raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ModelNotFound(str(error)) from error
+
+
+def _check_weights(path: Path) -> None:
+    """Raises ValueError, or OSError if the file cannot be read."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError(f"{path} is a Git LFS pointer, not the weights: run git lfs pull in {path.parent}")
+    check_safetensors_file(path)
 
 
 def _below(directory: Path) -> str:

@@ -152,6 +152,13 @@ def incomplete(directory: Path, kind: str) -> Path:
     elif kind == "shards":
         index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
         (directory / "1.safetensors").touch()
+    elif kind == "half a shard":
+        index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+        (directory / "1.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+        (directory / "2.safetensors").write_bytes(b"\x02" + bytes(7) + b"{")
+    elif kind == "unreadable":
+        # Its first bytes cannot be read, not even by root.
+        (directory / "model.safetensors").symlink_to("/proc/self/mem")
     elif kind == "pointer":
         (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     return directory
@@ -168,6 +175,8 @@ def incomplete(directory: Path, kind: str) -> Path:
         ("no weights", "has no weights: neither model.safetensors nor model.safetensors.index.json is there; copy"),
         ("other weights", "is there (pytorch_model.bin is of another format); copy"),
         ("shards", "lacks 1 of the 2 files that model.safetensors.index.json names, such as 2.safetensors"),
+        ("half a shard", "2.safetensors has 9 bytes and needs more than 10: copy it again"),
+        ("unreadable", "model.safetensors cannot be read: Input/output error"),
         ("pointer", "is a Git LFS pointer, not the weights: run git lfs pull"),
     ],
 )

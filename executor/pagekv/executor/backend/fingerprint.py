@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-# Safetensors allows headers up to 100 MB.
-MAX_HEADER_BYTES = 100 * 2**20
+from pagekv.common.safetensors_file import MAX_HEADER_BYTES
+
 # The digest includes NUM_SAMPLES evenly spaced samples of the weights, of SAMPLE_BYTES each, so that two fine-tunes of
 # the same shape differ.
 NUM_SAMPLES = 64

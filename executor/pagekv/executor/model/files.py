@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagekv.executor.backend.fingerprint import MAX_HEADER_BYTES
+from pagekv.common.safetensors_file import MAX_HEADER_BYTES
 
 # Model types whose head size is hidden_size / num_attention_heads if config.json has no head_dim. Other types have
 # another default.
