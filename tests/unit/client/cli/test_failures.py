@@ -76,6 +76,7 @@ def test_with_json_a_failure_is_one_line_of_json(
         ("plan /no/such/model", 2, "USAGE", "'/no/such/model' is neither a model directory"),
         ("tokenize --chat /no/such.json", 2, "USAGE", "--chat: /no/such.json: cannot be read: No such file"),
         ("up --manager-args=--listen=x", 2, "USAGE", "--manager-args: set addresses with"),
+        ("up --no-http --http-port 8080", 2, "USAGE", "--http-port: not allowed with argument --no-http"),
         ("up --port 7 --executor-port 7 --no-http", 1, "FAILED", "two processes cannot use the same port"),
         ("replay /no/such.jsonl", 1, "FAILED", "/no/such.jsonl: No such file or directory"),
         ("replay --blocks none x", 2, "USAGE", "argument --blocks: each must be"),

@@ -82,9 +82,10 @@ def add(commands: Subparsers) -> None:
     parser.flag("port", words, default=50051, type=port, metavar="PORT")
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
     group = parser.add_argument_group("the live page (pip install 'pagekv[observe]')")
+    either = group.add_mutually_exclusive_group()
     words = "port of the page and of Prometheus metrics; if it is 0 or taken, a free one [8080]"
-    add_flags(group, ("http-port", port, 8080, "PORT", words))
-    group.add_argument("--no-http", action="store_true", help="serve neither page nor metrics")
+    add_flags(either, ("http-port", port, 8080, "PORT", words))
+    either.add_argument("--no-http", action="store_true", help="serve neither page nor metrics")
     group = parser.add_argument_group("OpenAI endpoint and replicas (the gateway smg: pip install 'pagekv[gateway]')")
     group.add_argument("--gateway", action="store_true", help="start a gateway that speaks OpenAI's HTTP API, too")
     add_flags(
