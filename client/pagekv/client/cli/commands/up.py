@@ -202,8 +202,10 @@ def _process_args(args: argparse.Namespace) -> tuple[list[str], list[str]]:
         return [f"--{name}={value}" for name, value in values if value is not None]
 
     known = [] if identities is None else [f"--identities={identities}"]
+    # Without the flag the manager would read the variable.
+    http = ["--http-listen="] if args.no_http else []
     executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
-    manager_args = [*insecure, *given(_TO_MANAGER), *known, *args.manager_args]
+    manager_args = [*insecure, *given(_TO_MANAGER), *known, *http, *args.manager_args]
     # With --certs the processes get flags, which override variables.
     tls_env = {} if args.certs is not None else os.environ
     if any(flag_value("tls-cert", each, tls_env) for each in (executor_args, manager_args)):
@@ -283,12 +285,12 @@ def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
 
 def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     """Port for the live page; None for no page, or if the manager's own flags or variables set its HTTP address."""
-    port: int | None = args.http_port
-    if port is None or args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
+    if args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
         return None
     if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
         terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[serve]'")
         return None
+    port: int = args.http_port
     return port
 
 

@@ -124,6 +124,12 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
     assert page_port() is None
 
 
+def test_without_http_the_manager_does_not_take_the_address_of_the_variable() -> None:
+    assert made("--no-http").manager_args == ["--http-listen="]
+    assert made("--no-http", "--manager-args=--http-listen=127.0.0.1:9").manager_args[-1] == "--http-listen=127.0.0.1:9"
+    assert made().manager_args == []
+
+
 def test_a_model_without_a_tokenizer_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
