@@ -93,6 +93,9 @@ def _write(path: Path, text: str, lines: list[str]) -> None:
 
 
 def _read(path: Path) -> str:
+    # A named pipe would be waited for.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise PageKVError(f"{path}: must be a regular file")
     try:
         return path.read_text("utf-8")
     except OSError as error:
@@ -104,7 +107,8 @@ def _read(path: Path) -> str:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # Not only TOMLDecodeError: numbers of thousands of digits, and thousands of nested levels, raise others.
+    except (ValueError, RecursionError) as error:
         raise PageKVError(f"{path}: is not TOML: {error}") from error
 
 

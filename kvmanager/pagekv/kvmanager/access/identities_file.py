@@ -6,6 +6,7 @@ The file is read as a whole and checked field by field. Errors name the file and
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Identities:
 
 
 def read_identities(path: Path) -> Identities:
-    """The identities in a file. Raises TomlFileError."""
+    """The identities in a file. Raises TomlFileError, which names the flag and the file."""
     try:
         document = read_toml(path, secret=True)
         check_names("", document, ("keys", "certificates", "jwt", GATEWAY))
@@ -73,7 +74,8 @@ def read_identities(path: Path) -> Identities:
             )
         return Identities(_read_keys(keys), _read_certificates(certificates), jwt, gateway)
     except TomlFileError as error:
-        raise TomlFileError(f"{path}: {error}") from error
+        remedy = "" if os.path.lexists(path) else "; pagekv keys add makes such a file"
+        raise TomlFileError(f"--identities {path}: {error}{remedy}") from error
 
 
 def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:

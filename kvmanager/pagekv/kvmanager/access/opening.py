@@ -81,7 +81,7 @@ def open_access(config: AccessConfig) -> Access:
             gate = Gate(Path(config.identities), _open_log(AuditLog, config.audit_log) if config.audit_log else None)
             if config.gateway_listen and gate.authenticator.gateway is None:
                 words = "must be a table, for --gateway-listen; is not there"
-                raise CannotProtect(f"{config.identities}: {GATEWAY}: {words}")
+                raise CannotProtect(f"--identities {config.identities}: {GATEWAY}: {words}")
             secret = _read_secret(Path(config.cluster_secret)) if config.cluster_secret else secrets.token_bytes(32)
     except ImportError as error:
         raise CannotProtect(f"TLS and --identities need {error.name}: pip install 'pagekv[manager]'") from error

@@ -45,16 +45,19 @@ class Exporters:
             engine.observers.add(self._publisher)
             self._publishing = asyncio.create_task(self._publisher.run(engine), name="KV events")
         if config.record:
-            self._workload = WorkloadRecorder(self._recording(config.record, "requests"))
+            self._workload = WorkloadRecorder(self._recording("record", config.record, "requests"))
             engine.observers.add(self._workload)
         if config.record_steps:
-            engine.observers.add(StepRecorder(self._recording(config.record_steps, "steps"), planning))
+            file = self._recording("record-steps", config.record_steps, "steps")
+            engine.observers.add(StepRecorder(file, planning))
 
-    def _recording(self, path: str, what: str) -> RecordingFile:
+    def _recording(self, flag: str, path: str, what: str) -> RecordingFile:
+        """Raises OSError, which names the flag and the file."""
         try:
             self._files.append(RecordingFile(Path(path), what))
         except OSError as error:
-            raise OSError(f"cannot record {what}: {error}") from error
+            remedy = "name a file in a folder that is there and may be written to"
+            raise OSError(f"--{flag} {path}: cannot be written: {error.strerror}; {remedy}") from error
         return self._files[-1]
 
     def listening(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def read_tenants(path: Path) -> TenantsFile:
         namespaces = {name: _namespace(f"namespaces.{named(name)}", table) for name, table in shared.items()}
         return TenantsFile(tenants, default, namespaces, str(path))
     except TomlFileError as error:
-        raise TomlFileError(f"{path}: {error}") from error
+        raise TomlFileError(f"--tenants {path}: {error}") from error
 
 
 def _limits(field: str, value: Any) -> TenantLimits:

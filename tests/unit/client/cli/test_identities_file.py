@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tomllib
 from pathlib import Path
 
@@ -68,6 +69,8 @@ def test_callers_are_listed_with_their_roles_and_tenants(path: Path) -> None:
     ("text", "words"),
     [
         ("a = 1\nb b = 2", "is not TOML: .*line 2"),
+        ("a = " + "[" * 10_000, "is not TOML: "),
+        ("a = " + "7" * 10_000, "is not TOML: "),
         ("keys = 3", "keys: must be a table, is a int"),
         ("[keys]\na = 3", r"keys\.a: must be a table with roles"),
         ('[certificates.a]\nroles = "observe"', r"certificates\.a: must be a table with roles"),
@@ -88,8 +91,11 @@ def test_what_cannot_be_read_or_written(path: Path) -> None:
         add_key(path.parent / "missing" / "f", "alice", "secret", ["observe"])
     with pytest.raises(PageKVError, match="cannot be written: File name too long"):
         add_key(path.parent / ("x" * 300), "alice", "secret", ["observe"])
-    with pytest.raises(PageKVError, match="cannot be read: Is a directory"):
-        add_key(path.parent, "alice", "secret", ["observe"])
+    os.mkfifo(pipe := path.with_name("pipe"))
+    for other in (path.parent, pipe):
+        # Nobody writes into the pipe, so it would be read for ever.
+        with pytest.raises(PageKVError, match="must be a regular file"):
+            add_key(other, "alice", "secret", ["observe"])
     path.write_bytes(b"\xff")
     with pytest.raises(PageKVError, match="is not UTF-8 text"):
         list_identities(path)

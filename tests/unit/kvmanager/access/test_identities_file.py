@@ -35,10 +35,10 @@ def refusal(folder: Path, text: str | bytes, mode: int = 0o600) -> str:
     with pytest.raises(TomlFileError) as caught:
         read_identities(path)
     words = str(caught.value)
-    assert words.startswith(f"{path}: ")
+    assert words.startswith(f"--identities {path}: ")
     assert "\n" not in words
     assert len(words) < len(str(path)) + 400
-    return words.removeprefix(f"{path}: ")
+    return words.removeprefix(f"--identities {path}: ")
 
 
 def test_the_whole_file(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_file_that_is_open_to_others_is_refused(tmp_path: Path, mode: int) -> 
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TomlFileError, match=r"none.toml: cannot be read: No such file"):
+    with pytest.raises(TomlFileError, match=r"none.toml: cannot be read: No such file .*; pagekv keys add makes"):
         read_identities(tmp_path / "none.toml")
 
 

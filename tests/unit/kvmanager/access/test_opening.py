@@ -91,7 +91,8 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, identit
 
 def test_an_address_for_a_gateway_needs_its_identity(tmp_path: Path, identities: Path) -> None:
     config = AccessConfig(identities=str(identities), gateway_listen="127.0.0.1:0")
-    with pytest.raises(CannotProtect, match=rf"^{identities}: gateway: must be a table, for --gateway-listen; is not"):
+    words = f"^--identities {identities}: gateway: must be a table, for --gateway-listen; is not"
+    with pytest.raises(CannotProtect, match=words):
         open_access(config)
     identities.write_text(identities.read_text() + '[gateway]\nroles = ["generate"]\n')
     access = open_access(config)

@@ -73,10 +73,10 @@ def refusal(folder: Path, text: str | bytes) -> str:
     with pytest.raises(TomlFileError) as caught:
         read(folder, text)
     words = str(caught.value)
-    assert words.startswith(f"{folder / 'tenants.toml'}: ")
+    assert words.startswith(f"--tenants {folder / 'tenants.toml'}: ")
     assert words.isprintable()
     assert len(words) < 600
-    return words.removeprefix(f"{folder / 'tenants.toml'}: ")
+    return words.removeprefix(f"--tenants {folder / 'tenants.toml'}: ")
 
 
 def test_every_field(tmp_path: Path) -> None:
@@ -271,13 +271,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     with pytest.raises(TomlFileError) as caught:
         read_tenants(path)
-    assert str(caught.value) == f"{path}: cannot be read: No such file or directory"
+    assert str(caught.value) == f"--tenants {path}: cannot be read: No such file or directory"
     # Nobody writes into it: opened like a file it would hold up the process.
     os.mkfifo(path)
     for wrong in (path, tmp_path):
         with pytest.raises(TomlFileError) as caught:
             read_tenants(wrong)
-        assert str(caught.value) == f"{wrong}: must be a regular file"
+        assert str(caught.value) == f"--tenants {wrong}: must be a regular file"
 
 
 def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:

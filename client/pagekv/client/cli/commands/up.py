@@ -13,11 +13,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from pagekv.client.cli.identities_file import GATEWAY, IDENTITIES, list_identities
+from pagekv.client.cli.identities_file import GATEWAY, IDENTITIES, ListedIdentity, list_identities
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.stack_announcement import announce
 from pagekv.client.cli.terminal import Terminal
-from pagekv.client.errors import InvalidRequest
+from pagekv.client.errors import InvalidRequest, PageKVError
 from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.client.launcher.child_flags import (
     flag_value,
@@ -143,12 +143,17 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal) -> StackConfig:
-    """The stack that the flags describe. Raises UsageError if they do not fit together, or a package is missing."""
+    """The stack that the flags describe. Raises UsageError if they do not fit together, a package is missing, or a file
+    of certificates or callers cannot be read.
+    """
     _check_addresses(args)
     _check_packages(args)
     gateway = _gateway(args)
     executor_args, manager_args = _process_args(args)
     identities = flag_value("identities", manager_args, os.environ)
+    certificates = None if args.certs is None else _certificates(args.certs, identities)
+    if identities:
+        _callers(identities)
     if gateway is not None:
         _check_gateway(args, executor_args, manager_args, identities)
         manager_args.insert(0, f"--gateway-listen={LOOPBACK}:0" if identities else "--gateway-api")
@@ -162,7 +167,7 @@ def stack_config(args: argparse.Namespace, terminal: Terminal) -> StackConfig:
         ranks=args.tp,
         gateway=gateway,
         manager_args=manager_args,
-        certificates=None if args.certs is None else _certificates(args.certs, identities),
+        certificates=certificates,
         on_log=partial(_show_line, terminal) if args.verbose else None,
     )
 
@@ -213,14 +218,23 @@ def _process_args(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     return executor_args, manager_args
 
 
+def _callers(identities: str) -> list[ListedIdentity]:
+    """The callers in the identities file. Raises UsageError if it cannot be read."""
+    try:
+        return list_identities(Path(identities))
+    except PageKVError as error:
+        remedy = "" if os.path.lexists(identities) else "; pagekv keys add and pagekv certs make such a file"
+        raise UsageError(f"--identities {error}{remedy}") from error
+
+
 def _check_gateway(
     args: argparse.Namespace, executor_args: list[str], manager_args: list[str], identities: str | None
 ) -> None:
     """Raises UsageError if the gateway would have no identity, would lend its identity to other machines, or would find
-    no tokenizer; raises PageKVError for the identities file.
+    no tokenizer.
     """
     if identities:
-        if not any(each.kind == GATEWAY for each in list_identities(Path(identities))):
+        if not any(each.kind == GATEWAY for each in _callers(identities)):
             raise UsageError(
                 f"--gateway: the gateway passes no identity on; give it one with a table [{GATEWAY}] in {identities}"
             )
@@ -234,14 +248,12 @@ def _check_gateway(
 
 def _certificates(directory: Path, identities: str | None) -> StackCertificates:
     """The certificates of the stack. Callers have to present certificates if the identities file identifies any caller
-    by certificate: a port asks all callers or none. Raises UsageError if a file of the directory cannot be used, and
-    PageKVError for the identities file.
+    by certificate: a port asks all callers or none. Raises UsageError if a file cannot be used.
     """
     found = StackCertificates(directory, mutual=False)
     try:
         found.check()
-        known = list_identities(Path(identities)) if identities else []
-        if any(each.kind == "certificate" for each in known):
+        if identities and any(each.kind == "certificate" for each in _callers(identities)):
             found = StackCertificates(directory, mutual=True)
             found.check()
     except InvalidRequest as error:

@@ -276,8 +276,22 @@ def test_certificates_that_are_not_there(
     assert main(["up", "--certs", str(tmp_path)]) == 2
     words = f"--certs: {tmp_path}/ca.pem: cannot be read: No such file or directory; pagekv certs {tmp_path} makes"
     assert words in capsys.readouterr().err
-    assert main(["up", "--certs", str(certificates), "--identities", str(tmp_path / "gone")]) == 1
-    assert f"{tmp_path}/gone: cannot be read" in capsys.readouterr().err
+    assert main(["up", "--certs", str(certificates), "--identities", str(tmp_path / "gone")]) == 2
+    assert f"--identities {tmp_path}/gone: cannot be read" in capsys.readouterr().err
+
+
+def test_an_identities_file_that_cannot_be_read_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --certs or --gateway the manager had to be started for it, and named no flag."""
+    monkeypatch.setattr(up, "Stack", lambda _: pytest.fail("started"))
+    for flag in (f"--identities={tmp_path}/gone", f"--manager-args=--identities {tmp_path}/gone"):
+        assert main(["up", flag]) == 2
+        words = f"pagekv: --identities {tmp_path}/gone: cannot be read: No such file or directory; pagekv keys add and"
+        assert capsys.readouterr().err.startswith(words)
+    (tmp_path / "bad").write_text("keys = 3")
+    assert main(["up", f"--identities={tmp_path}/bad"]) == 2
+    assert capsys.readouterr().err == f"pagekv: --identities {tmp_path}/bad: keys: must be a table, is a int\n"
 
 
 def test_a_gateway_needs_an_identity_where_others_do(
