@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from support.clients.stand_ins import config
+from support.documentation import ROOT
 
 from pagekv.client.cli.commands import up
+from pagekv.client.cli.failures import EXIT_STATUS
 from pagekv.client.cli.identities_file import add_key
 from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.parser import UsageError
@@ -169,6 +172,17 @@ def run_up(
     finally:
         assert all(child.popen.poll() is not None for child in stacks[0].children)
     return stacks[0]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_signals_that_the_documentation_names_end_up_with_status_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    run_up(monkeypatch, config(tmp_path / "journal"), lambda stack: os.kill(os.getpid(), signum))
+    [row] = [line for line in (ROOT / "docs" / "cli.md").read_text().splitlines() if line.startswith("| 0 |")]
+    name = "Ctrl-C" if signum == signal.SIGINT else signum.name
+    assert re.search(rf"{name} (or SIGHUP )?of `pagekv up`", row)
+    assert "when a signal ends up or top" in EXIT_STATUS
 
 
 def test_a_stack_runs_until_a_signal_and_is_stopped(
