@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 from pagekv.executor.model.files import StoredModel, absent_layers, embedding_size, read_model_files
+from pagekv.executor.world import MAX_RANKS
 
 # Bytes of an element, by the values of --dtype that the cpu backend supports.
 CPU_ELEMENT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float64": 8}
@@ -72,7 +73,12 @@ def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
     """Raises ValueError if the query heads cannot be divided equally among `ranks`."""
     heads = stored.num_heads
     if ranks > 1 and heads and heads % ranks:
-        raise ValueError(f"WORLD_SIZE {ranks}: must divide the {heads} query heads of {directory} evenly")
+        fits = [each for each in range(1, MAX_RANKS + 1) if heads % each == 0]
+        near = [*[each for each in fits if each < ranks][-1:], *[each for each in fits if each > ranks][:1]]
+        raise ValueError(
+            f"{ranks} ranks (--tp of pagekv up, WORLD_SIZE with torchrun) do not divide the {heads} query heads of "
+            f"{directory}: start {' or '.join(map(str, near))}"
+        )
 
 
 def check_kv_memory(

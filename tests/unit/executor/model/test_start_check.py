@@ -10,7 +10,7 @@ import pytest
 from pagekv.common.models import resolve_model
 from pagekv.executor.cpu.backend import DTYPES
 from pagekv.executor.model.files import NUMBERED_LAYERS, StoredModel, absent_layers, read_model_files
-from pagekv.executor.model.start_check import CPU_ELEMENT_BYTES, check_cpu_start, check_kv_memory
+from pagekv.executor.model.start_check import CPU_ELEMENT_BYTES, check_cpu_start, check_kv_memory, check_ranks
 
 
 def test_element_types_are_those_of_the_cpu_backend() -> None:
@@ -121,3 +121,15 @@ def test_names_without_numbers_are_not_judged(tmp_path: Path) -> None:
     assert "llama" in NUMBERED_LAYERS
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
     assert absent_layers(tmp_path, read_model_files(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("ranks", "near"), [(8, "6 or 12"), (5, "4 or 6"), (13, "12")])
+def test_ranks_that_do_not_divide_the_heads_are_told_to_users_of_up_and_of_torchrun(ranks: int, near: str) -> None:
+    """Users of `pagekv up` were told of WORLD_SIZE, which they had not set."""
+    stored = StoredModel("llama", None, 12, None, None, None)
+    with pytest.raises(ValueError, match="query heads") as caught:
+        check_ranks(Path("m"), stored, ranks)
+    words = f"{ranks} ranks (--tp of pagekv up, WORLD_SIZE with torchrun) do not divide the 12 query heads of m: start"
+    assert str(caught.value) == f"{words} {near}"
+    for fits in (1, 2, 12):
+        check_ranks(Path("m"), stored, fits)

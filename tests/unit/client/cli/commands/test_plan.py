@@ -121,7 +121,7 @@ def test_ranks_that_the_executor_refuses(capsys: pytest.CaptureFixture[str]) -> 
         assert main(["plan", "demo", "--dtype", "float32", "--tp", str(ranks)]) == 0
         assert f"  cpu   {answer}\n" in capsys.readouterr().out
     demo = resolve_model("demo")
-    with pytest.raises(ValueError, match="must divide the 4 query heads"):
+    with pytest.raises(ValueError, match="do not divide the 4 query heads"):
         check_ranks(demo, read_model_files(demo), 3)
 
 
