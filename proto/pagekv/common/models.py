@@ -125,7 +125,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Raises ModelNotFound where the file is no JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    # JSON with thousands of nested levels raises RecursionError.
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelNotFound(f"{path} cannot be read as JSON: {error}; copy it again") from error
     if not isinstance(found, dict):
         raise ModelNotFound(f"{path}: must be a JSON object, got {type(found).__name__}; copy it again")

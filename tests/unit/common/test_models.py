@@ -141,7 +141,8 @@ def incomplete(directory: Path, kind: str) -> Path:
     config, index = directory / "config.json", directory / "model.safetensors.index.json"
     if kind == "empty":
         return directory
-    config.write_text({"no config": "", "half a config": '{"a": ', "list": "[]"}.get(kind, "{}"))
+    contents = {"no config": "", "half a config": '{"a": ', "list": "[]", "levels": "[" * 100_000}
+    config.write_text(contents.get(kind, "{}"))
     if kind == "no config":
         config.rename(directory / "other.json")
     elif kind == "nested":
@@ -171,6 +172,7 @@ def incomplete(directory: Path, kind: str) -> Path:
         ("no config", "has no config.json, so it is not a model directory"),
         ("nested", "name the directory that has it, such as "),
         ("half a config", "config.json cannot be read as JSON: "),
+        ("levels", "config.json cannot be read as JSON: maximum recursion depth"),
         ("list", "config.json: must be a JSON object, got list"),
         ("no weights", "has no weights: neither model.safetensors nor model.safetensors.index.json is there; copy"),
         ("other weights", "is there (pytorch_model.bin is of another format); copy"),
