@@ -14,7 +14,7 @@ from pagekv.client.cli.commands.up import (
     wait_ready,
     without_tokenizer,
 )
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.stack_announcement import describe
 from pagekv.client.cli.streamed_answer import stream_to
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
@@ -24,6 +24,7 @@ from pagekv.client.generation_types import Completion, GenerateOptions
 from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import LOOPBACK, Stack
 from pagekv.client.launcher.stop_signals import end_signals
+from pagekv.common.flags import integer, number
 
 EXAMPLES = """\
   pagekv demo
@@ -56,15 +57,21 @@ def add(commands: Subparsers) -> None:
         commands, "demo", "start the stack on free ports, generate some text, stop it again", run, examples=EXAMPLES
     )
     words = "prompt to use instead of the demo's own; may be given repeatedly"
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=words)
-    parser.add_argument(
-        "--max-tokens", type=int, default=60, metavar="N", help="tokens to generate for each prompt [60]"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="X", help="sampling temperature; 0 is greedy [0.8]"
+    parser.add_argument("--prompt", type=_prompt, action="append", metavar="TEXT", help=words)
+    # Bounds that the manager has, too: it would refuse after the start, which takes seconds.
+    add_flags(
+        parser,
+        ("max-tokens", integer(1, 2**31 - 1), 60, "N", "tokens to generate for each prompt [60]"),
+        ("temperature", number(0, 100), 0.8, "X", "sampling temperature; 0 is greedy [0.8]"),
     )
     add_stack_flags(parser)
     parser.set_defaults(**OWN_STACK)
+
+
+def _prompt(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:

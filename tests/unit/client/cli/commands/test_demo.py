@@ -32,6 +32,23 @@ def test_an_oracle_without_a_tokenizer_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--max-tokens=0", "must be a whole number from 1 to 2147483647, got '0'"),
+        ("--temperature=-1", "must be a number from 0 to 100, got '-1'"),
+        ("--prompt=", "must not be empty"),
+    ],
+)
+def test_what_the_manager_would_refuse_after_the_start_is_refused_before(
+    flag: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start takes 6 s."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", flag])
+    assert f"argument {flag.partition('=')[0]}: {words}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("cached", "again", "works"), [(16, 7, True), (0, 7, False), (16, 8, False)], ids=["works", "no hit", "differs"]
 )
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["people", "json"])
