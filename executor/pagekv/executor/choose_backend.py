@@ -42,7 +42,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
     gpu = _usable_gpu(config, world) if config.backend == "cuda" else None
     directory = resolve_model(config.model)
     check_model_files(directory)
-    if gpu is None and config.backend == "auto" and _torch_has_gpu(world):
+    if gpu is None and config.backend == "auto" and _torch_has_gpu():
         gpu = _usable_gpu(config, world)
     if gpu is not None:
         return _load_cuda(config, directory, gpu, world, lost)
@@ -99,19 +99,20 @@ def _load_oracle(config: ExecutorConfig) -> Backend:
 
 
 def _import_torch_and_transformers(world: World) -> None:
-    import_torch(meta_kernels=world.size > 1)
+    # Ranks have imported all of torch before.
+    import_torch()
     from pagekv.executor.model.transformers_import import import_transformers
 
     import_transformers(distributed=world.size > 1)
 
 
-def _torch_has_gpu(world: World) -> bool:
+def _torch_has_gpu() -> bool:
     # Without CuPy the answer is False, and torch need not be imported.
     if importlib.util.find_spec("cupy") is None:
         return False
     shorten_spinning()
     with phase("importing torch"), paused_collector():
-        import_torch(meta_kernels=world.size > 1)
+        import_torch()
         import torch
 
     with suppress(ImportError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log
 from pagekv.common.models import check_model_files, resolve_model
+from pagekv.common.paused_collector import paused_collector
 from pagekv.common.phases import phase
 from pagekv.common.port_file import add_to_port_file
 from pagekv.common.version import pagekv_version
@@ -209,7 +210,8 @@ def _facts_or_failure(config: ExecutorConfig, world: World) -> dict[str, Any]:
 
 def _import_torch() -> None:
     if "torch" not in sys.modules:
-        with phase("importing torch"):
+        # With its meta kernels in Python, which distributed tensors need.
+        with phase("importing torch"), paused_collector():
             importlib.import_module("torch")
 
 

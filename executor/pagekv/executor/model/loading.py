@@ -139,12 +139,14 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
             **(_split(directory, config, shards) if shards is not None else {}),
         )
         try:
-            model, report = read()
+            found = read()
         except NotImplementedError:
             # Creating the model may take an operator without a meta kernel in C++.
             if not import_meta_kernels():
                 raise
-            model, report = read()
+            found = None
+        # The second time only once the error, which holds the first model, is gone.
+        model, report = found or read()
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise ValueError(

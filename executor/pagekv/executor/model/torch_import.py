@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from types import ModuleType
 
 _META_KERNELS = "torch._meta_registrations"
+# Modules that import each other in a circle, which is left unharmed only if the meta kernels come first. torch's
+# compiler, its distributed tensors, vmap and fake tensors import one of them.
+_CIRCLE = ("torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store")
 
 
-def import_torch(*, meta_kernels: bool = False) -> None:
-    """Imports torch; does nothing if it is imported already. `meta_kernels`: with meta kernels in Python, as
-    distributed tensors need them.
-    """
+def import_torch() -> None:
+    """Imports torch; does nothing if it is imported already."""
     if "torch" in sys.modules:
-        return
-    if meta_kernels:
-        importlib.import_module("torch")
         return
     sys.modules[_META_KERNELS] = ModuleType(_META_KERNELS)
     try:
@@ -33,7 +33,7 @@ def import_torch(*, meta_kernels: bool = False) -> None:
     finally:
         # When it is needed, the real one is imported.
         del sys.modules[_META_KERNELS]
-    sys.meta_path.insert(0, _BeforeCompiler())
+    sys.meta_path.insert(0, _MetaKernelsFirst())
 
 
 def import_meta_kernels() -> bool:
@@ -44,9 +44,20 @@ def import_meta_kernels() -> bool:
     return True
 
 
-class _BeforeCompiler(MetaPathFinder):
-    """Imports the meta kernels before torch's compiler: without them its own import fails."""
+class _MetaKernelsFirst(MetaPathFinder, Loader):
+    """Imports the meta kernels when a module of the circle is imported. That imports the module, too."""
 
-    def find_spec(self, fullname: str, *_: object) -> None:
-        if fullname == "torch._dynamo":
-            import_meta_kernels()
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        if fullname in _CIRCLE and _META_KERNELS not in sys.modules:
+            return spec_from_loader(fullname, self)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        import_meta_kernels()
+        module = sys.modules[spec.name]
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # importlib has put its spec of this loader there. The module itself has been executed.
+        module.__spec__ = self._spec

@@ -1,10 +1,10 @@
 """Imports transformers without the parts that PageKV never uses, which take half of the time and much memory.
 
 Some decorators load torch's compiler, and with it SymPy, only to mark functions for compilation; and transformers loads
-classes of distributed tensors if torch.distributed is available, and torch's flex attention, which imports SymPy since
-torch 2.14. PageKV runs everything eagerly, with attention of its own, and, without ranks, in one process; ranks do use
-distributed tensors. Also, transformers lists the contents of every model's files twice,
-because it caches the lists of only 128 folders; during the import here, the cache has no bound.
+classes of distributed tensors if torch.distributed is available. It also loads torch's flex attention, which imports
+SymPy since torch 2.14. PageKV runs everything eagerly, with attention of its own, and, without ranks, in one process;
+ranks do use distributed tensors. Also, transformers lists the contents of every model's files twice, because it caches
+the lists of only 128 folders; during the import here, the cache has no bound.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _COMPILER = "torch._dynamo"
 # Modules whose import loads both, directly or not. A model's own module loads the rest later.
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto")
 
-# transformers' function that tells whether flex attention is available, and the modules from which others import it.
-_HAS_FLEX, _UTILS = "is_torch_flex_attn_available", ("transformers.utils", "transformers.utils.import_utils")
+# transformers' function that tells whether flex attention is available, and a package from which others import it.
+_HAS_FLEX, _UTILS = "is_torch_flex_attn_available", "transformers.utils"
 # transformers' function that lists the contents of a folder's files.
 _LISTS = "create_import_structure_from_path"
 
@@ -72,15 +72,15 @@ def _not_distributed() -> Iterator[None]:
 
 @contextmanager
 def _no_flex_attention() -> Iterator[None]:
-    modules = [importlib.import_module(name) for name in _UTILS]
-    found = getattr(modules[0], _HAS_FLEX)
-    for module in modules:
-        setattr(module, _HAS_FLEX, lambda: False)
+    functions = vars(importlib.import_module(_UTILS)), vars(importlib.import_module(f"{_UTILS}.import_utils"))
+    found = [names.get(_HAS_FLEX) for names in functions]
+    for names in functions:
+        names[_HAS_FLEX] = lambda: False
     try:
         yield
     finally:
-        for module in modules:
-            setattr(module, _HAS_FLEX, found)
+        for names, function in zip(functions, found, strict=True):
+            names[_HAS_FLEX] = function
 
 
 @contextmanager

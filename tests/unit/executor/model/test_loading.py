@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,22 @@ def test_a_mixture_of_experts_in_float64(tmp_path: Path) -> None:
     driver = Driver(CpuBackend(tmp_path, "m", "float64", threads=1))
     (prompt,) = prompts_of([9])
     assert driver.generate([driver.sequence(prompt)], 4) == [reference(model, prompt, 4)]
+
+
+def test_an_operator_without_a_kernel_is_no_reason_to_load_again_if_all_are_there(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("torch._meta_registrations")
+    asked: list[object] = []
+
+    def fail(*args: object, **_: object) -> None:
+        asked.append(args)
+        raise NotImplementedError("aten::some_operator")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ValueError, match="cannot load the model: NotImplementedError: aten::some_operator"):
+        load_model(llama, torch.float32)
+    assert len(asked) == 1
 
 
 def test_weights_that_cannot_be_mapped(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
