@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections import Counter
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import Phase, settings
+
+from pagekv.common.paused_collector import paused_collector
 
 # As in every process of PageKV: gRPC's core, whose threads outlive a test, would write into what the next one captures.
 # Read while gRPC is imported, which nothing above does.
@@ -43,13 +44,8 @@ def pytest_collection() -> Iterator[None]:
     """Without the garbage collector, which finds next to nothing while modules are imported and ten thousand tests are
     listed, and would look at all of them again in every full collection of a test.
     """
-    gc.disable()
-    try:
+    with paused_collector():
         return (yield)
-    finally:
-        # All that is there by now stays.
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

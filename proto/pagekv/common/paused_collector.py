@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """For imports of large libraries: within this context nothing is collected, and afterwards the collector ignores
-    all objects made so far. It finds next to nothing among classes and functions that stay, and would take a fifth of
-    the time; each later full collection would go through all of them again.
+    """For imports of large libraries, before any model is loaded: within this context nothing is collected, and
+    afterwards all objects made so far are hidden from the collector. It finds next to nothing among classes and
+    functions that stay, and would take a fifth of the time; each later full collection would go through them again.
     """
     collects = gc.isenabled()
     gc.disable()

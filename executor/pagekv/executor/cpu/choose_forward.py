@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from pagekv.common.logs import Log
-from pagekv.common.paused_collector import paused_collector
 from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.forward import ModuleForward, StepForward
@@ -93,7 +92,7 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way
 @contextmanager
 def _by_loops(loaded: LoadedModel, shards: Shards | None) -> Iterator[StepForward]:
     """The compiled loops, which Numba compiles when they are first called."""
-    with phase("importing Numba"), paused_collector():
+    with phase("importing Numba"):
         from pagekv.executor.cpu.native.code_cache import note_compiled, when_compiled
     model = f"{loaded.geometry.dtype} {shards and shards.size} {loaded.model.config.to_json_string()}"
     when = when_compiled(model)
