@@ -63,9 +63,10 @@ def _check_text(directory: Path) -> None:
 
 
 def check_model_files(directory: Path, *, weights: bool = True) -> None:
-    """Finds faults in milliseconds that would otherwise end a start after many seconds: config.json is missing or is no
-    JSON object; with `weights`, weights are missing, completely or in part by their index, are pointers of Git LFS, or
-    were copied in part. Raises ModelNotFound, which names the file and says what to do.
+    """Finds faults in milliseconds that would otherwise end a start after many seconds: config.json is missing, is no
+    JSON object or has a size in it that no model can have; with `weights`, weights are missing, completely or in part
+    by their index, are pointers of Git LFS, or were copied in part. Raises ModelNotFound, which names the file and says
+    what to do.
     """
     if not any(directory.iterdir()):
         raise ModelNotFound(f"{directory} is empty: it should hold a model's config.json, weights and tokenizer")
@@ -74,7 +75,7 @@ def check_model_files(directory: Path, *, weights: bool = True) -> None:
             f"{directory} has no {CONFIG}, so it is not a model directory: name the directory that has it"
             + _below(directory)
         )
-    _read_object(directory / CONFIG)
+    _check_sizes(directory / CONFIG)
     for path in _weight_files(directory) if weights else ():
         try:
             _check_weights(path)
@@ -82,6 +83,18 @@ def check_model_files(directory: Path, *, weights: bool = True) -> None:
             raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ModelNotFound(str(error)) from error
+
+
+def _check_sizes(path: Path) -> None:
+    """Checks the sizes that every causal language model has. Null and lists are left to transformers, in which some
+    model types have them. Raises ModelNotFound.
+    """
+    config = _read_object(path)
+    nested = config.get("text_config")
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        value = (nested if isinstance(nested, dict) else config).get(name)
+        if not (value is None or isinstance(value, list) or (type(value) is int and value > 0)):
+            raise ModelNotFound(f"{path}: {name} must be a whole number above 0, is {value!r:.80}; correct it")
 
 
 def _check_weights(path: Path) -> None:

@@ -142,6 +142,7 @@ def incomplete(directory: Path, kind: str) -> Path:
     if kind == "empty":
         return directory
     contents = {"no config": "", "half a config": '{"a": ', "list": "[]", "levels": "[" * 100_000}
+    contents |= {"no size": '{"hidden_size": "64"}', "no heads": '{"text_config": {"num_attention_heads": 0}}'}
     config.write_text(contents.get(kind, "{}"))
     if kind == "no config":
         config.rename(directory / "other.json")
@@ -173,6 +174,8 @@ def incomplete(directory: Path, kind: str) -> Path:
         ("nested", "name the directory that has it, such as "),
         ("half a config", "config.json cannot be read as JSON: "),
         ("levels", "config.json cannot be read as JSON: maximum recursion depth"),
+        ("no size", "config.json: hidden_size must be a whole number above 0, is '64'; correct it"),
+        ("no heads", "config.json: num_attention_heads must be a whole number above 0, is 0; correct it"),
         ("list", "config.json: must be a JSON object, got list"),
         ("no weights", "has no weights: neither model.safetensors nor model.safetensors.index.json is there; copy"),
         ("other weights", "is there (pytorch_model.bin is of another format); copy"),
@@ -187,6 +190,13 @@ def test_a_directory_that_is_not_complete_is_refused_by_name(tmp_path: Path, kin
         check_model_files(incomplete(tmp_path, kind))
     assert str(tmp_path) in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_sizes_that_transformers_may_know_are_left_to_it(tmp_path: Path) -> None:
+    sizes = '"num_attention_heads": [4, 8], "vocab_size": null'
+    # With a nested configuration of the text model, the outer one is of no model that is served.
+    (tmp_path / "config.json").write_text(f'{{"hidden_size": 0, "text_config": {{"hidden_size": 64, {sizes}}}}}')
+    check_model_files(tmp_path, weights=False)
 
 
 def test_the_demo_model_is_complete_and_a_config_alone_is_where_no_weights_are_asked_for(tmp_path: Path) -> None:
