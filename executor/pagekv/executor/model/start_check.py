@@ -77,7 +77,7 @@ def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
         near = [*[each for each in fits if each < ranks][-1:], *[each for each in fits if each > ranks][:1]]
         raise ValueError(
             f"{ranks} ranks (--tp of pagekv up, WORLD_SIZE with torchrun) do not divide the {heads} query heads of "
-            f"{directory}: start {' or '.join(map(str, near))}"
+            f"{directory}: start {' or '.join(map(str, near))} ranks"
         )
 
 

@@ -6,7 +6,6 @@ The file is read as a whole and checked field by field. Errors name the file and
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ def read_identities(path: Path) -> Identities:
             )
         return Identities(_read_keys(keys), _read_certificates(certificates), jwt, gateway)
     except TomlFileError as error:
-        remedy = "" if os.path.lexists(path) else "; pagekv keys add makes such a file"
+        remedy = "; pagekv keys add makes such a file" if isinstance(error.__cause__, FileNotFoundError) else ""
         raise TomlFileError(f"--identities {path}: {error}{remedy}") from error
 
 

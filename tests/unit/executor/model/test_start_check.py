@@ -130,6 +130,6 @@ def test_ranks_that_do_not_divide_the_heads_are_told_to_users_of_up_and_of_torch
     with pytest.raises(ValueError, match="query heads") as caught:
         check_ranks(Path("m"), stored, ranks)
     words = f"{ranks} ranks (--tp of pagekv up, WORLD_SIZE with torchrun) do not divide the 12 query heads of m: start"
-    assert str(caught.value) == f"{words} {near}"
+    assert str(caught.value) == f"{words} {near} ranks"
     for fits in (1, 2, 12):
         check_ranks(Path("m"), stored, fits)

@@ -58,7 +58,7 @@ def add(commands: Subparsers) -> None:
     )
     words = "prompt to use instead of the demo's own; may be given repeatedly"
     parser.add_argument("--prompt", type=_prompt, action="append", metavar="TEXT", help=words)
-    # Bounds that the manager has, too: it would refuse after the start, which takes seconds.
+    # A manager refuses other values, but only after the start, which takes seconds.
     add_flags(
         parser,
         ("max-tokens", integer(1, 2**31 - 1), 60, "N", "tokens to generate for each prompt [60]"),

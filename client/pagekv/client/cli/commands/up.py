@@ -223,7 +223,8 @@ def _callers(identities: str) -> list[ListedIdentity]:
     try:
         return list_identities(Path(identities))
     except PageKVError as error:
-        remedy = "" if os.path.lexists(identities) else "; pagekv keys add and pagekv certs make such a file"
+        absent = isinstance(error.__cause__, FileNotFoundError)
+        remedy = "; pagekv keys add and pagekv certs make such a file" if absent else ""
         raise UsageError(f"--identities {error}{remedy}") from error
 
 
