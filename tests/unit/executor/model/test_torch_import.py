@@ -17,7 +17,7 @@ from support.executor.families import FAMILIES, family_config
 from pagekv.executor.model.loading import load_model
 from pagekv.executor.model.torch_import import import_meta_kernels, import_torch
 
-# What may import the meta kernels first; torch's compiler is tried in test_transformers_import.
+# Imports and calls that import the meta kernels first; test_transformers_import tries torch's compiler.
 FIRST = (
     "import torch.distributed.tensor",
     "import torch._refs",
