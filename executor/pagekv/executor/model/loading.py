@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,29 +123,15 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
     # `memory_to_load`: the kernel may refuse to map a file that is larger than the machine's memory.
     placed = nullcontext() if shards is None else _kept_on(torch.device(device))
     with _explained(directory, "load the model", *raw), without_compiler(), memory_to_load(directory), placed:
-        read = partial(
-            AutoModelForCausalLM.from_pretrained,
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            # The default multiplies experts in grouped products, which torch does not have for float64.
-            **({"experts_implementation": "eager"} if dtype is torch.float64 else {}),
-            **(_split(directory, config, shards) if shards is not None else {}),
-        )
         try:
-            found = read()
+            found = _create(directory, config, dtype, shards)
         except NotImplementedError:
             # Creating the model may take an operator without a meta kernel in C++.
             if not import_meta_kernels():
                 raise
             found = None
         # The second time only once the error, which holds the first model, is gone.
-        model, report = found or read()
+        model, report = found or _create(directory, config, dtype, shards)
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise ValueError(
@@ -176,6 +161,24 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
         max_model_len=_max_model_len(directory, text, window, [call.scores.window for call in calls]),
         eos_token_ids=_eos_token_ids(directory, model, text, vocab_size),
     )
+
+
+def _create(directory: Path, config: Any, dtype: torch.dtype, shards: Shards | None) -> tuple[PreTrainedModel, Any]:
+    """The model with its weights, and transformers' report on them."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        # The default multiplies experts in grouped products, which torch does not have for float64.
+        **({"experts_implementation": "eager"} if dtype is torch.float64 else {}),
+        **(_split(directory, config, shards) if shards is not None else {}),
+    )
+    return model, report
 
 
 @contextmanager
