@@ -13,9 +13,13 @@ import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import spec_from_loader
 from types import ModuleType
 
+# The newest release of torch that was tried without them. Later ones, which may need them for their own import, are
+# imported as they are.
+NEWEST_TRIED = (2, 14)
 _META_KERNELS = "torch._meta_registrations"
 # Modules that import each other in a circle, which is left unharmed only if the meta kernels come first. torch's
 # compiler, its distributed tensors, vmap and fake tensors import one of them.
@@ -26,6 +30,9 @@ def import_torch() -> None:
     """Imports torch; does nothing if it is imported already."""
     if "torch" in sys.modules:
         return
+    if _release() > NEWEST_TRIED:
+        importlib.import_module("torch")
+        return
     sys.modules[_META_KERNELS] = ModuleType(_META_KERNELS)
     try:
         torch = importlib.import_module("torch")
@@ -34,6 +41,14 @@ def import_torch() -> None:
         # When it is needed, the real one is imported.
         del sys.modules[_META_KERNELS]
     sys.meta_path.insert(0, _MetaKernelsFirst())
+
+
+def _release() -> tuple[int, ...]:
+    """The first two numbers of the installed torch's version; () if it is not installed."""
+    try:
+        return tuple(int(number) for number in version("torch").split(".")[:2])
+    except PackageNotFoundError:
+        return ()
 
 
 def import_meta_kernels() -> bool:

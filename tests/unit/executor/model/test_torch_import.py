@@ -14,6 +14,7 @@ from support.clients.stack import environment
 from support.executor.cpu_driver import MODELS, save_config
 from support.executor.families import FAMILIES, family_config
 
+from pagekv.executor.model import torch_import
 from pagekv.executor.model.loading import load_model
 from pagekv.executor.model.torch_import import import_meta_kernels, import_torch
 
@@ -104,6 +105,17 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.setattr(sys, "modules", modules)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     return modules
+
+
+def test_a_release_that_was_not_tried_is_imported_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]
+) -> None:
+    before, finders, asked = list(modules), list(sys.meta_path), list[tuple[str, bool]]()
+    monkeypatch.setattr(importlib, "import_module", lambda name: asked.append((name, list(modules) == before)))
+    monkeypatch.setattr(torch_import, "version", lambda name: {"torch": "2.100.0a0+git1"}[name])
+    import_torch()
+    assert asked == [("torch", True)]
+    assert sys.meta_path == finders
 
 
 def test_torch_that_cannot_be_imported_leaves_no_stand_in(
