@@ -12,8 +12,8 @@ _LENGTH_BYTES = 8
 
 
 def check_safetensors_file(path: Path) -> None:
-    """Reads the header only. Raises ValueError, which names the file and says what to do, if it has
-    more or fewer bytes than its header describes or is of another format, and OSError if it cannot be read.
+    """Reads the header only. Raises ValueError, which names the file and says what to do, if it has more or fewer bytes
+    than its header describes or is of another format, and OSError if it cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

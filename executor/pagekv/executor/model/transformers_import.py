@@ -23,8 +23,8 @@ _COMPILER = "torch._dynamo"
 # Modules whose import loads both, directly or not. A model's own module loads the rest later.
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto")
 
-# transformers' function that tells whether flex attention is available, and a package from which others import it.
-_HAS_FLEX, _UTILS = "is_torch_flex_attn_available", "transformers.utils"
+# transformers' function that tells whether flex attention is available, and the modules from which others import it.
+_HAS_FLEX, _UTILS = "is_torch_flex_attn_available", ("transformers.utils", "transformers.utils.import_utils")
 # transformers' function that lists the contents of a folder's files.
 _LISTS = "create_import_structure_from_path"
 
@@ -72,14 +72,15 @@ def _not_distributed() -> Iterator[None]:
 
 @contextmanager
 def _no_flex_attention() -> Iterator[None]:
-    functions = vars(importlib.import_module(_UTILS)), vars(importlib.import_module(f"{_UTILS}.import_utils"))
-    found = [names.get(_HAS_FLEX) for names in functions]
-    for names in functions:
+    spaces = [vars(importlib.import_module(name)) for name in _UTILS]
+    # A release of transformers without the function needs none in its place.
+    found = [(names, names[_HAS_FLEX]) for names in spaces if _HAS_FLEX in names]
+    for names, _ in found:
         names[_HAS_FLEX] = lambda: False
     try:
         yield
     finally:
-        for names, function in zip(functions, found, strict=True):
+        for names, function in found:
             names[_HAS_FLEX] = function
 
 

@@ -137,6 +137,18 @@ def test_where_marks_do_not_suffice_the_next_import_loads_all(
     assert all(module.is_torch_flex_attn_available is has_flex for module in telling.values())
 
 
+def test_a_release_without_flex_attention_gets_no_function_for_it(
+    import_by: ImportBy, modules: dict[str, ModuleType], telling: dict[str, Any]
+) -> None:
+    asked: list[str] = []
+    for module in telling.values():
+        del module.is_torch_flex_attn_available
+    import_by(asked.append)
+    transformers_import.import_transformers()
+    assert len(asked) == 3
+    assert not any(hasattr(module, "is_torch_flex_attn_available") for module in telling.values())
+
+
 def test_what_was_loaded_before_stays(import_by: ImportBy, modules: dict[str, ModuleType]) -> None:
     asked: list[str] = []
     import_by(asked.append)
