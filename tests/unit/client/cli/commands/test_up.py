@@ -178,7 +178,11 @@ def run_up(
 def test_the_signals_that_the_documentation_names_end_up_with_status_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
-    run_up(monkeypatch, config(tmp_path / "journal"), lambda stack: os.kill(os.getpid(), signum))
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under `nohup` ignore it
+    try:
+        run_up(monkeypatch, config(tmp_path / "journal"), lambda stack: os.kill(os.getpid(), signum))
+    finally:
+        signal.signal(signal.SIGHUP, before)
     [row] = [line for line in (ROOT / "docs" / "cli.md").read_text().splitlines() if line.startswith("| 0 |")]
     name = "Ctrl-C" if signum == signal.SIGINT else signum.name
     assert re.search(rf"{name} (or SIGHUP )?of `pagekv up`", row)
