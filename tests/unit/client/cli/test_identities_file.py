@@ -71,6 +71,10 @@ def test_callers_are_listed_with_their_roles_and_tenants(path: Path) -> None:
         ("a = 1\nb b = 2", "is not TOML: .*line 2"),
         ("a = " + "[" * 10_000, "is not TOML: "),
         ("a = " + "7" * 10_000, "is not TOML: "),
+        (
+            '[clients.a]\nroles = ["observe"]',
+            r"'clients' is no section of this file: a caller is a table \[keys\.NAME\]",
+        ),
         ("keys = 3", "keys: must be a table, is a int"),
         ("[keys]\na = 3", r"keys\.a: must be a table with roles"),
         ('[certificates.a]\nroles = "observe"', r"certificates\.a: must be a table with roles"),
