@@ -25,6 +25,7 @@ from pagekv.executor.config import ExecutorConfig, refuse_cuda_flags
 from pagekv.executor.machine import usable_cores
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.start_check import check_ranks
+from pagekv.executor.model.torch_import import import_torch
 from pagekv.executor.ranks.agreement import FAILURE
 from pagekv.executor.ranks.follower import LEADER, Follower
 from pagekv.executor.ranks.gathering import Gathering, JoinTime, Meeting, NoGroup, join
@@ -189,7 +190,7 @@ def _prepared(config: ExecutorConfig, world: World) -> tuple[dict[str, Any], Joi
     with _start(world, world.anew):
         facts = _facts_or_failure(config, world)
         # Before the time to join begins, because the import takes longer on some ranks.
-        _import_torch()
+        _import_torch(config.backend)
         joining = JoinTime(config.join_timeout_s)
         store = open_store(world, joining)
         return facts, joining, store, has_served(store)
@@ -208,10 +209,15 @@ def _facts_or_failure(config: ExecutorConfig, world: World) -> dict[str, Any]:
         return {FAILURE: words_of(error)}
 
 
-def _import_torch() -> None:
-    if "torch" not in sys.modules:
-        # With its meta kernels in Python, which distributed tensors need.
-        with phase("importing torch"), paused_collector():
+def _import_torch(backend: str) -> None:
+    if "torch" in sys.modules:
+        return
+    with phase("importing torch"), paused_collector():
+        if backend == "oracle":
+            # For the store alone.
+            import_torch()
+        else:
+            # With its meta kernels in Python, which distributed tensors need.
             importlib.import_module("torch")
 
 
@@ -251,7 +257,7 @@ def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
 
 
 def _cpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
-    _import_torch()
+    _import_torch(config.backend)
     import torch
 
     return {

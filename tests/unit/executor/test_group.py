@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -38,6 +39,17 @@ def test_ranks_that_compute_need_equal_packages_and_threads() -> None:
     assert facts["--backend"] == "cpu"
     assert facts["compute threads"] == 3
     assert {"torch", "transformers", "--dtype", "the processor's vector instructions"} <= facts.keys()
+
+
+@pytest.mark.parametrize(("backend", "quick"), [("oracle", True), ("cpu", False)])
+def test_ranks_import_meta_kernels_only_for_a_model(backend: str, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An oracle needs torch's store and no tensors."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    called: list[bool] = []
+    monkeypatch.setattr(group, "import_torch", lambda: called.append(True))
+    monkeypatch.setattr("importlib.import_module", lambda name: called.append(False))
+    group._import_torch(backend)
+    assert called == [quick]
 
 
 def test_ranks_of_a_machine_share_its_cores() -> None:
