@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,6 @@ async def generate_all(
         return found, (await caller.stats()).executor_restarts_total - restarts
 
 
-LONG = [pytest.param(fault, marks=pytest.mark.long) for fault in (hang_last, hang_first)]
-
-
 @pytest.fixture(scope="module")
 def group() -> Iterator[Stack]:
     """Serves again after every fault."""
@@ -90,7 +88,10 @@ def group() -> Iterator[Stack]:
         yield stack
 
 
-def check_streams_survive(fault: Callable[[dict[int, int]], None], group: Stack) -> None:
+def check_streams_survive(
+    fault: Callable[[dict[int, int]], None], group: Stack, mend: Callable[[], None] = lambda: None
+) -> None:
+    """`mend`: what has to be done before ranks that start anew can serve."""
     requests = [
         request_for([index + 1, 5, 7], max_tokens=100, ignore_eos=True, temperature=index % 2, seed=index)
         for index in range(4)
@@ -104,6 +105,7 @@ def check_streams_survive(fault: Callable[[dict[int, int]], None], group: Stack)
         # The rank that was not touched leaves within the rank timeout, whatever it waits in; so does torchrun with a
         # rank that hangs. The manager has not given up the step yet.
         wait_until(lambda: not any(map(runs, before.values())), STEP_TIMEOUT_S)
+        mend()
 
     results, restarts = asyncio.run(generate_all(group, requests, disturb))
     after = group.executor.rank_pids()
@@ -112,22 +114,37 @@ def check_streams_survive(fault: Callable[[dict[int, int]], None], group: Stack)
     assert not {*before.values()} & {*after.values()}
 
 
-@pytest.mark.parametrize("fault", [kill_last, kill_first, *LONG])
-def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None], group: Stack) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [hang_last, hang_first])
+def test_streams_survive_a_rank_that_hangs(fault: Callable[[dict[int, int]], None], group: Stack) -> None:
     check_streams_survive(fault, group)
 
 
-@pytest.mark.nightly  # hang_last and hang_first stop ranks of the oracle
+@pytest.mark.nightly  # the test above stops ranks of the oracle
 def test_streams_survive_a_rank_that_hangs_while_both_compute() -> None:
     """Rank 0 waits for rank 1 in a collective of the model. In float64, as below."""
     with running_stack([*CPU, "--rank-timeout-s", "3"], ["--step-timeout-s", f"{STEP_TIMEOUT_S}"], ranks=2) as group:
         check_streams_survive(hang_last, group)
 
 
+@contextmanager
+def running_group(script: str, args: Sequence[str], directory: Path, **variables: str) -> Iterator[Process]:
+    """Two ranks that run this script of tests/support/executor, with these variables in their environment."""
+    with ExitStack() as ends:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stack_module, "EXECUTOR", f"support.executor.{script}")
+            for name, value in {"PYTHONPATH": str(ROOT / "tests"), **variables}.items():
+                patch.setenv(name, value)
+            group = ends.enter_context(running_executor(args, directory, ranks=2))
+        yield group
+
+
 @pytest.fixture(scope="module")
-def cpu_group() -> Iterator[Process]:
-    """Two ranks that compute together."""
-    with running_executor([*CPU, "--rank-timeout-s", "60"], ranks=2) as executor:
+def cpu_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """Two ranks that compute together. While there is a file `differing`, rank 1's next digest is wrong."""
+    directory = tmp_path_factory.mktemp("cpu_group")
+    differing = str(directory / "differing")
+    with running_group("differing_rank", [*CPU, "--rank-timeout-s", "60"], directory, DIFFERING=differing) as executor:
         yield executor
 
 
@@ -154,29 +171,25 @@ def test_two_ranks_answer_as_one_with_beams_forks_and_preemptions(cpu_group: Pro
     assert preemptions > 0
 
 
-def test_a_difference_ends_the_epoch_and_no_process_and_costs_no_token(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_difference_ends_the_epoch_and_no_process_and_costs_no_token(cpu_group: Process) -> None:
     """Over ranks that compute together."""
-    monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.differing_rank")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
 
     async def run(stack: Stack) -> tuple[Result, int]:
         async with Caller(stack.target) as caller:
             found = await caller.generate(request_for([1, 5, 7], max_tokens=30, ignore_eos=True))
             return found, (await caller.stats()).executor_rank_differences_total
 
-    args = [*CPU, "--rank-timeout-s", "60"]
-    with running_executor(args, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
-        before = executor.rank_pids()
+    with running_manager(cpu_group) as stack:
+        before = cpu_group.rank_pids()
+        (cpu_group.directory / "differing").touch()
         found, differences = asyncio.run(run(stack))
         again, later = asyncio.run(run(stack))
-        assert executor.rank_pids() == before
+        assert cpu_group.rank_pids() == before
     assert differences == later == 1
     assert len(found.tokens) == 30
     assert found.tokens == again.tokens
     words = f"rank 1 differs from rank 0 at step {WRONG_STEP}: tables or tokens are not the same"
-    assert words in executor.log.read_text()
+    assert words in cpu_group.log.read_text()
 
 
 WHY = "no memory for activations"
@@ -191,31 +204,30 @@ LEFT = [
 ]
 
 
-def fail_in(fails: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
-    """The file while which is there a rank fails so."""
-    monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.failing_rank")
-    failing = directory / "failing"
-    for name, value in {"PYTHONPATH": str(ROOT / "tests"), "FAILS": fails, "FAILING": str(failing)}.items():
-        monkeypatch.setenv(name, value)
-    return failing
-
-
 # In a collective the others would wait for longer than a test may take.
 WAITS = ("--rank-timeout-s", "1000", "--join-timeout-s", "1000")
-PATIENT = (*CPU, *WAITS)
 
 
 @pytest.mark.parametrize(
-    ("fails", "begin", "end"),
-    # The other rank and the other call: test_leader.py has each of both, without processes.
-    [LEFT[0], LEFT[2], *(pytest.param(*LEFT[each], marks=pytest.mark.nightly) for each in (1, 3, 4))],
+    ("backend", "fails", "begin", "end"),
+    [
+        # An error that no rank waits in a collective for takes the same way on every backend.
+        (ORACLE, "1 build", f"rank 1: {WHY}", ""),
+        (CPU, *LEFT[2]),
+        # The other rank and the other call: test_leader.py has each of both, without processes.
+        *(pytest.param(CPU, *LEFT[each], marks=pytest.mark.nightly) for each in (0, 1, 3, 4)),
+    ],
 )
 def test_a_rank_that_fails_alone_ends_the_start_of_all(
-    fails: str, begin: str, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    backend: Sequence[str], fails: str, begin: str, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It would fail again, however often torchrun started the ranks anew. Each says which rank failed, and why."""
-    fail_in(fails, monkeypatch, tmp_path).touch()
-    executor = Process(stack_module.EXECUTOR, PATIENT, tmp_path, ranks=2)
+    monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.failing_rank")
+    failing = tmp_path / "failing"
+    failing.touch()
+    for name, value in {"PYTHONPATH": str(ROOT / "tests"), "FAILS": fails, "FAILING": str(failing)}.items():
+        monkeypatch.setenv(name, value)
+    executor = Process(stack_module.EXECUTOR, (*backend, *WAITS), tmp_path, ranks=2)
     executor.start()
     manager = Process(MANAGER, ["--executor", executor.target], tmp_path)
     try:
@@ -236,48 +248,70 @@ def test_a_rank_that_fails_alone_ends_the_start_of_all(
     assert told.endswith(end)
 
 
-async def answer(stack: Stack) -> Result:
-    async with Caller(stack.target) as caller:
-        return await caller.generate(request_for([1, 5, 7], max_tokens=4, ignore_eos=True))
+@contextmanager
+def served_group(backend: Sequence[str], fails: str, directory: Path) -> Iterator[Stack]:
+    """A rank fails so while there is a file `failing`."""
+    failing, step_timeout = str(directory / "failing"), ["--step-timeout-s", f"{STEP_TIMEOUT_S}"]
+    with (
+        running_group("failing_rank", [*backend, *WAITS], directory, FAILS=fails, FAILING=failing) as executor,
+        running_manager(executor, step_timeout) as stack,
+    ):
+        yield stack
 
 
-@pytest.mark.parametrize(
-    ("backend", "fails"),
-    [
-        # Ranks that start anew do the same on every backend; test_a_rank_that_fails_alone has the collectives.
-        pytest.param(ORACLE, "1 build", id="1 build"),
-        *(pytest.param(CPU, fails, id=fails, marks=pytest.mark.nightly) for fails in ("1 load", "1 describe")),
-    ],
-)
-def test_a_group_that_has_served_is_started_anew_until_it_serves_again(
-    backend: Sequence[str], fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The memory that a rank lacks then was there once."""
-    failing = fail_in(fails, monkeypatch, tmp_path)
-    with running_executor([*backend, *WAITS], tmp_path, ranks=2) as executor, running_manager(executor) as stack:
-        found = asyncio.run(answer(stack))
-        failing.touch()
-        kill_last(executor.rank_pids())
-        wait_until(lambda: executor.log.read_text().count(WHY) > 1, WAIT_S, executor.tail)
-        failing.unlink()
-        assert asyncio.run(answer(stack)).tokens == found.tokens
-
-
-@pytest.mark.long
-def test_a_group_that_has_served_waits_for_the_files_of_its_model(tmp_path: Path) -> None:
-    """As where they are on a network drive. No rank comes so far as to load it."""
-    model, away = tmp_path / "model", tmp_path / "away"
+@pytest.fixture(scope="module")
+def patient_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Of a model whose files can be taken away. Rank 1 fails while there is a file `failing`."""
+    directory = tmp_path_factory.mktemp("patient_group")
+    model = directory / "model"
     model.mkdir()
     shutil.copy(resolve_model("demo", weights=False) / "config.json", model)
-    words = "rank 0: --model cannot be used"
-    oracle = ("--backend", "oracle", "--model", str(model))
-    with running_executor(oracle, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
-        found = asyncio.run(answer(stack))
+    oracle = ["--backend", "oracle", "--model", str(model), "--step-time-ms", "20"]
+    with served_group(oracle, "1 build", directory) as stack:
+        yield stack
+
+
+def check_starts_anew(group: Stack) -> None:
+    """The memory that a rank lacks was there once."""
+    failing, log = group.executor.directory / "failing", group.executor.log
+
+    def fault(pids: dict[int, int]) -> None:
+        failing.touch()
+        kill_last(pids)
+
+    def mend() -> None:
+        wait_until(lambda: log.read_text().count(WHY) > 1, WAIT_S, group.executor.tail)
+        failing.unlink()
+
+    check_streams_survive(fault, group, mend)
+
+
+def test_streams_survive_a_rank_and_starts_for_which_it_lacks_memory(patient_group: Stack) -> None:
+    check_starts_anew(patient_group)
+
+
+# Ranks that start anew do the same on every backend; test_a_rank_that_fails_alone has a collective.
+@pytest.mark.nightly
+@pytest.mark.parametrize("fails", ["1 load", "1 describe"])
+def test_streams_survive_a_rank_that_computes_and_starts_for_which_it_lacks_memory(fails: str, tmp_path: Path) -> None:
+    with served_group(CPU, fails, tmp_path) as group:
+        check_starts_anew(group)
+
+
+def test_streams_survive_rank_0_and_starts_without_the_files_of_its_model(patient_group: Stack) -> None:
+    """As where they are on a network drive. No rank comes so far as to load it."""
+    model, away = (patient_group.executor.directory / name for name in ("model", "away"))
+    log, words = patient_group.executor.log, "rank 0: --model cannot be used"
+
+    def fault(pids: dict[int, int]) -> None:
         model.rename(away)
-        kill_last(executor.rank_pids())
-        wait_until(lambda: executor.log.read_text().count(words) > 2, WAIT_S, executor.tail)
+        kill_first(pids)
+
+    def mend() -> None:
+        wait_until(lambda: log.read_text().count(words) > 2, WAIT_S, patient_group.executor.tail)
         away.rename(model)
-        assert asyncio.run(answer(stack)).tokens == found.tokens
+
+    check_streams_survive(fault, patient_group, mend)
 
 
 def start_by_hand(ranks: list[tuple[dict[str, str], list[str]]], join_s: float = 60.0) -> list[tuple[int, str]]:
