@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +36,30 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("certificates")
     assert pagekv("certs", str(directory)).returncode == 0
     return directory
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A stack with keys: its answer, the file of keys, two keys, and the file with what the command says."""
+
+    up: dict[str, Any]
+    keys: Path
+    alice: str
+    olga: str
+    said: Path
+
+
+@pytest.fixture(scope="module")
+def keyed(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    directory = tmp_path_factory.mktemp("keyed")
+    keys, path = directory / "keys.toml", directory / "said"
+    alice, olga = (
+        json.loads(pagekv("keys", "add", name, "--role", role, "--file", str(keys), "--json").stdout)["key"]
+        for name, role in (("alice", "generate"), ("olga", "operate"))
+    )
+    flags = ("--certs", str(certificates), "--identities", str(keys))
+    with path.open("w") as said, running_up(*flags, stderr=said) as up:
+        yield Keyed(up, keys, alice, olga, path)
 
 
 @contextmanager
@@ -70,34 +95,41 @@ def page_status(url: str, ca: str, *headers: tuple[str, str]) -> int:
         return error.code
 
 
-def test_text_for_a_key_and_none_without(certificates: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    alice, olga = (
-        json.loads(pagekv("keys", "add", name, "--role", role, "--file", str(keys), "--json").stdout)["key"]
-        for name, role in (("alice", "generate"), ("olga", "operate"))
-    )
-    with running_up("--certs", str(certificates), "--identities", str(keys)) as up:
-        ca = ["--ca", up["ca"]]
-        assert "client_cert" not in up
-        answered = generate(up["target"], *ca, "--api-key", alice)
-        assert answered.returncode == 0, answered.stderr
-        assert json.loads(answered.stdout)["completions"][0]["completion_tokens"] == 4
-        for flags, code in (
-            (ca, "UNAUTHENTICATED"),
-            ([*ca, "--api-key", "wrong"], "UNAUTHENTICATED"),
-            ([*ca, "--api-key", olga], "PERMISSION_DENIED"),
-            ([], "UNAVAILABLE"),
-        ):
-            refused = generate(up["target"], *flags)
-            assert error_code(refused) == code, (flags, refused.stderr)
-        assert page_status(up["page"], up["ca"]) == 401
-        assert page_status(up["page"], up["ca"], ("Authorization", f"Bearer {olga}")) == 200
-        # The executor is its manager's: a certificate of the same authority is not enough.
-        credentials = StackCertificates(certificates).credentials("client")
-        with grpc.secure_channel(up["executor"], credentials) as channel:
-            stub = executor_service_pb2_grpc.ExecutorServiceStub(channel)
-            with pytest.raises(grpc.RpcError, match="serves only its manager"):
-                stub.Attach(executor_service_pb2.AttachRequest(manager_id="rival", take_over=True), timeout=60)
+def test_text_for_a_key_and_none_without(certificates: Path, keyed: Keyed) -> None:
+    up, alice, olga = keyed.up, keyed.alice, keyed.olga
+    ca = ["--ca", up["ca"]]
+    assert "client_cert" not in up
+    answered = generate(up["target"], *ca, "--api-key", alice)
+    assert answered.returncode == 0, answered.stderr
+    assert json.loads(answered.stdout)["completions"][0]["completion_tokens"] == 4
+    for flags, code in (
+        (ca, "UNAUTHENTICATED"),
+        ([*ca, "--api-key", "wrong"], "UNAUTHENTICATED"),
+        ([*ca, "--api-key", olga], "PERMISSION_DENIED"),
+        ([], "UNAVAILABLE"),
+    ):
+        refused = generate(up["target"], *flags)
+        assert error_code(refused) == code, (flags, refused.stderr)
+    assert page_status(up["page"], up["ca"]) == 401
+    assert page_status(up["page"], up["ca"], ("Authorization", f"Bearer {olga}")) == 200
+    # The executor is its manager's: a certificate of the same authority is not enough.
+    credentials = StackCertificates(certificates).credentials("client")
+    with grpc.secure_channel(up["executor"], credentials) as channel:
+        stub = executor_service_pb2_grpc.ExecutorServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match="serves only its manager"):
+            stub.Attach(executor_service_pb2.AttachRequest(manager_id="rival", take_over=True), timeout=60)
+
+
+def test_a_file_that_cannot_be_used_any_more_is_told_and_changes_nothing(keyed: Keyed) -> None:
+    """By the command that the processes belong to, which shows nothing else of their logs."""
+    keys, up = keyed.keys, keyed.up
+    keys.chmod(0o644)
+    wait_until(lambda: f"{keys}: must be writable only by its owner" in keyed.said.read_text())
+    answered = generate(up["target"], "--ca", up["ca"], "--api-key", keyed.alice)
+    assert answered.returncode == 0, answered.stderr
+    first, *_ = keyed.said.read_text().splitlines()
+    assert first.startswith("manager  | ")
+    assert "the earlier content stays in force" in first
 
 
 def test_text_for_a_certificate_and_none_without(certificates: Path) -> None:
@@ -110,19 +142,3 @@ def test_text_for_a_certificate_and_none_without(certificates: Path) -> None:
         probe = [f"--client-cert={certificates}/probe.pem", f"--client-key={certificates}/probe.key"]
         refused = generate(up["target"], "--ca", up["ca"], *probe)
         assert error_code(refused) == "UNAUTHENTICATED", refused.stderr
-
-
-def test_a_file_that_cannot_be_used_any_more_is_told_and_changes_nothing(certificates: Path, tmp_path: Path) -> None:
-    """By the command that the processes belong to, which shows nothing else of their logs."""
-    keys = tmp_path / "keys.toml"
-    key = pagekv("keys", "add", "alice", "--role", "generate", "--file", str(keys)).stdout.strip()
-    path = tmp_path / "said"
-    flags = ("--certs", str(certificates), "--identities", str(keys))
-    with path.open("w") as said, running_up(*flags, stderr=said) as up:
-        keys.chmod(0o644)
-        wait_until(lambda: f"{keys}: must be writable only by its owner" in path.read_text())
-        answered = generate(up["target"], "--ca", up["ca"], "--api-key", key)
-        assert answered.returncode == 0, answered.stderr
-    first, *_ = path.read_text().splitlines()
-    assert first.startswith("manager  | ")
-    assert "the earlier content stays in force" in first
