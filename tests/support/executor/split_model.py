@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from support.clients.held_port import held_port
 
@@ -44,13 +44,19 @@ class SplitRun:
     device: str = "cpu"
 
 
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """Its processes are forked from the one that has imported torch and transformers."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
     """Of each run `cold`, `preempted`, `hits` and `sampled`, the tokens of each prompt; `beams`, those of each result;
     and `kv_heads` of each rank, whether compiled loops or fused layers computed it (`fused`), and how many graphs were
     replayed (`replayed`). Raises AssertionError with the last words of a rank that failed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_context()
     with held_port() as port, tempfile.TemporaryDirectory() as temporary:
         env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         outputs = [Path(temporary) / str(rank) for rank in range(ranks)]
@@ -168,15 +174,20 @@ def _cuda_backend(run: SplitRun, shards: Any) -> tuple[Any, bool]:
     return backend, isinstance(backend.forward, FusedLayers)
 
 
+def write_to(output: Path, *streams: TextIO) -> None:
+    """Sends the output of this process on these streams to a file."""
+    with output.open("wb") as said:
+        for stream in streams:
+            stream.flush()
+            os.dup2(said.fileno(), stream.fileno())
+
+
 def _rank(runs: Sequence[SplitRun], variables: dict[str, str], output: Path) -> None:
     """One rank, with these variables of the environment; what it says goes to a file."""
     import torch
 
     os.environ.update(variables)
-    with output.open("wb") as said:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(said.fileno(), stream.fileno())
+    write_to(output, sys.stdout, sys.stderr)
     torch.set_num_threads(1)
     shards = shards_of_this_process()
     found = [_run(run, shards) for run in runs]

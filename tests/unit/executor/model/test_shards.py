@@ -2,67 +2,68 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.clients.held_port import held_port
-from support.clients.stack import environment
+from support.executor.joined_rank import run_rank
+from support.executor.split_model import fork_context
 
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
-JOINED = """
-import os, sys, time, zlib
-import torch
-from pagekv.executor.model import shards as ranks
-from pagekv.executor.ranks.rendezvous import join_process_group, open_store
-from pagekv.executor.ranks.gathering import JoinTime, Meeting
-from pagekv.executor.world import read_world
-world = read_world(os.environ)
-joining = JoinTime(100.0)
-join_process_group(open_store(world, joining), world, Meeting('', 0, 'one'), joining)
-shards = ranks.Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))
-"""
-# As ranks end (`server.main`), once all have what they wait for.
-ENDED = """
-torch.distributed.barrier()
-sys.stdout.flush()
-os._exit(0)
-"""
+# Bounds a hang alone.
+WAIT_S = 240.0
+
+
+@dataclass
+class Rank:
+    """A process that goes on with what a test has written (`joined_rank`)."""
+
+    process: BaseProcess
+    said: Path
+
+    def output(self) -> str:
+        """Its output, once it has ended."""
+        self.process.join(WAIT_S)
+        return self.said.read_text()
 
 
 @contextmanager
-def ranks_running(code: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that have joined in `shards` of one `world`, and go on with `code`."""
-    with held_port() as port:
-        env = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", JOINED + code + ENDED],
-                env={**env, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
+def ranks_running(code: str, size: int) -> Iterator[list[Rank]]:
+    """Processes that have joined in `shards` of one `world`, and go on with `code`; forked from one that has imported
+    torch, which takes more than all that they do themselves.
+    """
+    with held_port() as port, tempfile.TemporaryDirectory() as folder:
+        env = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = []
+        for rank in range(size):
+            given = (code, {**env, "RANK": str(rank)}, said := Path(folder, str(rank)))
+            ranks.append(Rank(fork_context().Process(target=run_rank, args=given, daemon=True), said))
         try:
+            for each in ranks:
+                each.process.start()
             yield ranks
         finally:
             for each in ranks:
-                each.kill()
-                each.wait()
+                if each.process.pid is not None:  # or it was not started
+                    each.process.kill()
+                    each.process.join()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_of_every_size_are_the_same_on_each_rank(size: int) -> None:
     code = """
+import zlib
 digest = 0
 for count in (1, 7, ranks.GATHERED_BYTES // 256 + 1):
     parts = [torch.randn(count, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
@@ -78,8 +79,8 @@ assert torch.equal(few[:1], first)
 print(digest, flush=True)
 """
     with ranks_running(code, size) as ranks:
-        outputs = [each.communicate(timeout=240)[0] for each in ranks]
-    assert [each.returncode for each in ranks] == [0] * size
+        outputs = [each.output() for each in ranks]
+    assert [each.process.exitcode for each in ranks] == [0] * size
     assert outputs[0].strip()
     assert len({*outputs}) == 1
 
@@ -88,12 +89,12 @@ def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None
     code = (
         "shards.limit_waits(5.0)\n"
         "print(shards.sum(torch.ones(2)).tolist(), flush=True)\n"
-        "shards.sum(torch.ones(2)) if world.rank == 0 else time.sleep(1000)\n"
+        "shards.sum(torch.ones(2)) if world.rank == 0 else __import__('time').sleep(1000)\n"
     )
     with ranks_running(code, 2) as ranks:
-        output, _ = ranks[0].communicate(timeout=240)
+        output = ranks[0].output()
         assert output.startswith("[2.0, 2.0]\na collective failed: ")
-        assert ranks[0].returncode == 75
+        assert ranks[0].process.exitcode == 75
 
 
 def test_a_rank_that_failed_is_lost_by_its_failure_if_others_do_not_come() -> None:
@@ -106,11 +107,11 @@ def test_a_rank_that_failed_is_lost_by_its_failure_if_others_do_not_come() -> No
     )
     begun = time.monotonic()
     with ranks_running(code, 2) as ranks:
-        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+        outputs = [each.output() for each in ranks]
     assert outputs[1] == "1 2\nthis rank failed while others waited for it: out of memory\n"
     # Its end breaks what the other one waits in.
     assert outputs[0].startswith("1 2\na collective failed: ")
-    assert [each.returncode for each in ranks] == [75, 75]
+    assert [each.process.exitcode for each in ranks] == [75, 75]
     assert time.monotonic() - begun < 90
 
 
@@ -118,6 +119,7 @@ def test_a_rank_that_failed_is_lost_by_its_failure_if_others_do_not_come() -> No
 def test_ranks_agree_on_a_way_to_compute_unless_one_alone_fails_in_it(size: int) -> None:
     """The others wait for that one in a collective. Its error is one of its own, which ends the start of all."""
     code = """
+import os
 large, last = torch.ones(ranks.GATHERED_BYTES), world.rank == world.size - 1
 ranks.OTHERS_COMPILE_S = 3.0
 print(shards.why_not_all("", "go", failed=False))
@@ -130,7 +132,7 @@ except ValueError as error:
     os._exit(1)
 """
     with ranks_running(code, size) as ranks:
-        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+        outputs = [each.output() for each in ranks]
     assert outputs[0].startswith("\nanother rank cannot\nfailed 0\na collective failed: ")
     found = "FOUND no compiler, on this rank alone: start anew None"
     assert outputs[-1] == f"\nmine\nfailed {size - 1}\n{found}\n"
@@ -163,7 +165,7 @@ told = shards.share(torch.tensor([5, -1], dtype=torch.int32) if world.rank == 0 
 print("FOUND", told.tolist(), shards.least(7 - world.rank), shards.all_say(world.rank == 0))
 """
     with ranks_running(code, 3) as ranks:
-        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+        outputs = [each.output() for each in ranks]
     assert [output.strip().splitlines()[-1] for output in outputs] == ["FOUND [5, -1] 5 False"] * 3
 
 
