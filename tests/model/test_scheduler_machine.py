@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from support.engine.scheduler_machine import GroupMachine, SchedulerMachine, WireMachine
 
 _SETTINGS = settings(
-    max_examples=int(os.environ.get("PAGEKV_TEST_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("PAGEKV_TEST_EXAMPLES", "60")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
