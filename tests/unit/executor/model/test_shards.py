@@ -87,9 +87,10 @@ print(digest, flush=True)
 
 def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None:
     code = (
+        "import time\n"
         "shards.limit_waits(5.0)\n"
         "print(shards.sum(torch.ones(2)).tolist(), flush=True)\n"
-        "shards.sum(torch.ones(2)) if world.rank == 0 else __import__('time').sleep(1000)\n"
+        "shards.sum(torch.ones(2)) if world.rank == 0 else time.sleep(1000)\n"
     )
     with ranks_running(code, 2) as ranks:
         output = ranks[0].output()
