@@ -41,19 +41,20 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[2] / "build" / "host-kernels"))
 SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
 
-# Headers of every kernel; the library depends on them.
-HEADERS = ("host_cuda.h", "host_fibers.h", "host_builtins.h", "host_sm90a.h")
+# Headers of every kernel, and what is compiled once and linked to every kernel; the library depends on them.
+HEADERS = ("host_cuda.h", "host_run.h", "host_builtins.h", "host_sm90a.h", "host_fibers.h")
+RUNTIME = ("host_launch.cc", "host_operations.cc")
 # Lines of the kernel's text for messages: a sixth of a compilation, and so for a kernel that has failed alone.
 LINES = "-g1"
 FLAGS = [
-    *("-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing"),
+    *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"),
     "-ffp-contract=off",  # one rounding per operation, as the twins assume; kernels that want a fused one say fmaf
     *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-ftrivial-auto-var-init=pattern"),
 ]
 SANITIZER_FLAGS = [
     *("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer", LINES),
-    *("--param", "asan-instrumentation-with-call-threshold=1000000"),  # checks in line: their reports are host_cuda.h's
+    *("--param", "asan-instrumentation-with-call-threshold=1000000"),  # in line: their reports are host_launch.cc's
 ]
 
 Edit = Callable[[str], str]
@@ -204,7 +205,7 @@ def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
         with making(library) as (folder, made):
             source = folder / f"{kernel}.cc"
             source.write_text(whole, encoding="utf-8")
-            compile_to(made, [*flags, *macros, f"-I{precompiled()}", source], kernel)
+            compile_to(made, [*flags, *macros, "-shared", f"-I{precompiled()}", source, *runtime()], kernel)
     return library
 
 
@@ -212,8 +213,8 @@ def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
 def common() -> tuple[list[str], str]:
     """Flags of every kernel, and a text of all that they and the headers decide."""
     flags = [*FLAGS, *(SANITIZER_FLAGS if SANITIZE else ()), f"-I{HERE}"]
-    headers = [(HERE / name).read_text(encoding="utf-8") for name in HEADERS]
-    return flags, "\0".join([compiler()[1], *flags, *headers])
+    texts = [(HERE / name).read_text(encoding="utf-8") for name in (*HEADERS, *RUNTIME)]
+    return flags, "\0".join([compiler()[1], *flags, *texts])
 
 
 @cache
@@ -232,6 +233,19 @@ def precompiled() -> Path:
                     # -w: functions that no kernel uses here.
                     compile_to(made, [*flags, "-w", "-x", "c++-header", header], header.name)
     return folder
+
+
+@cache
+def runtime() -> list[Path]:
+    """The objects of `RUNTIME`, compiled once: they would be most of a small kernel's time."""
+    flags, key = common()
+    objects = [CACHE / f"{Path(name).stem}-{digest(key)}.o" for name in RUNTIME]
+    for name, path in zip(RUNTIME, objects, strict=True):
+        if not path.exists():
+            with making(path) as (_, made):
+                # -O2: every launch runs it.
+                compile_to(made, [*flags, "-O2", LINES, "-c", HERE / name], name)
+    return objects
 
 
 def digest(*texts: str) -> str:

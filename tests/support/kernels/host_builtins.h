@@ -3,7 +3,7 @@
 
 // --- barriers
 
-inline void __syncthreads(PAGEKV_HERE) { host_run::wait(host_run::Thread::kBarrier, {"__syncthreads", file, line}); }
+inline void __syncthreads(PAGEKV_HERE) { host_run::wait_for_block({"__syncthreads", file, line}); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, PAGEKV_HERE) {
     host_run::warp_operation({"__syncwarp", file, line}, mask, nullptr, nullptr);
 }
@@ -16,14 +16,7 @@ namespace host_run {
 
 struct Shuffle { u_int64_t value, result; unsigned source; };
 
-inline void resolve_shuffle(void** operands, unsigned mask) {
-    for (unsigned i = 0; i < 32; ++i) {
-        if (!(mask >> i & 1)) continue;
-        Shuffle* own = static_cast<Shuffle*>(operands[i]);
-        if (!(mask >> own->source & 1)) return note("shuffle: lane %u reads lane %u, outside mask 0x%08x", i, own->source, mask);
-        own->result = static_cast<Shuffle*>(operands[own->source])->value;
-    }
-}
+void resolve_shuffle(void** operands, unsigned mask);
 
 template <typename T> T shuffle(const Site& site, unsigned mask, T value, unsigned source) {
     static_assert(sizeof(T) <= 8, "shuffles move up to 8 bytes");
@@ -36,13 +29,7 @@ template <typename T> T shuffle(const Site& site, unsigned mask, T value, unsign
 
 struct Vote { bool predicate; unsigned ballot; };
 
-inline void resolve_vote(void** operands, unsigned mask) {
-    unsigned ballot = 0;
-    for (unsigned i = 0; i < 32; ++i)
-        if ((mask >> i & 1) && static_cast<Vote*>(operands[i])->predicate) ballot |= 1u << i;
-    for (unsigned i = 0; i < 32; ++i)
-        if (mask >> i & 1) static_cast<Vote*>(operands[i])->ballot = ballot;
-}
+void resolve_vote(void** operands, unsigned mask);
 
 inline unsigned vote(const Site& site, unsigned mask, bool predicate) {
     Vote operand = {predicate, 0};
@@ -117,7 +104,7 @@ template <typename T> T atomicAdd(T* address, T value) {  // fibers are never in
 
 // --- PTX: what ptx.cuh has on a GPU
 
-#define PAGEKV_DYNAMIC_SHARED(name) unsigned char* const name = reinterpret_cast<unsigned char*>(host_run::run.shared)
+#define PAGEKV_DYNAMIC_SHARED(name) unsigned char* const name = reinterpret_cast<unsigned char*>(host_run::shared)
 
 struct f16;
 struct bf16;
@@ -203,57 +190,34 @@ inline unsigned bf16x2_multiply(unsigned a, unsigned b) {
 
 // --- shared memory
 
-inline void check_shared(const Site& site, const void* address) {
-    const char* byte = static_cast<const char*>(address);
-    const bool dynamic = byte >= host_run::run.shared && byte + 16 <= host_run::run.shared_end;
-    const bool fixed = __start_pagekv_shared != nullptr && byte >= __start_pagekv_shared && byte + 16 <= __stop_pagekv_shared;
-    if (!dynamic && !fixed) PAGEKV_HOST_FAIL("%s:%d: %s: not in shared memory: %p", site.file, site.line, site.what, address);
-    if (reinterpret_cast<uintptr_t>(address) % 16)
-        PAGEKV_HOST_FAIL("%s:%d: %s: not aligned to 16 bytes: %p", site.file, site.line, site.what, address);
-}
+// Fails where 16 bytes are not in shared memory or not aligned.
+void check_shared(const Site& site, const void* address);
+// The copy of 16 bytes, which arrive with a wait.
+void start_copy(void* shared, const char (&bytes)[16]);
+// Waits until at most so many groups of copies are pending.
+void wait_for_copies(int pending);
+void cp_async_commit();
 
 inline void cp_async_16(void* shared, const void* global, bool valid = true, PAGEKV_HERE) {
     check_shared({"cp.async", file, line}, shared);
     if (reinterpret_cast<uintptr_t>(global) % 16)  // ignored or not
         PAGEKV_HOST_FAIL("%s:%d: cp.async: source not aligned to 16 bytes: %p", file, line, global);
-    host_run::AsyncCopy copy = {static_cast<char*>(shared), {}};
+    char bytes[16] = {};
     if (valid) {
-        memcpy(copy.bytes, global, 16);
-        host_run::run.copied += 16;
+        memcpy(bytes, global, 16);
+        host_run::copied += 16;
     }
     memset(shared, 0xff, 16);
-    host_run::run.current->groups.back().push_back(copy);
+    start_copy(shared, bytes);
 }
 
-inline void cp_async_commit() { host_run::run.current->groups.emplace_back(); }
-
-template <int pending> void cp_async_wait() {
-    auto& groups = host_run::run.current->groups;
-    while (static_cast<int>(groups.size()) - 1 > pending) {  // the last one is open: no wait is for it
-        for (const host_run::AsyncCopy& copy : groups.front()) memcpy(copy.to, copy.bytes, 16);
-        groups.erase(groups.begin());
-    }
-}
+template <int pending> void cp_async_wait() { wait_for_copies(pending); }
 
 // --- tensor cores
 
 struct LoadMatrix { unsigned (*registers)[4]; const void* row; bool transposed; };
 
-inline void resolve_ldmatrix(void** operands, unsigned) {
-    for (unsigned lane = 0; lane < 32; ++lane) {
-        const LoadMatrix& own = *static_cast<LoadMatrix*>(operands[lane]);
-        for (unsigned matrix = 0; matrix < 4; ++matrix) {
-            unsigned short half[2];
-            for (unsigned i = 0; i < 2; ++i) {
-                const unsigned pair = 2 * (lane % 4) + i, other = lane / 4;
-                const unsigned row = own.transposed ? pair : other, column = own.transposed ? other : pair;
-                const LoadMatrix& source = *static_cast<LoadMatrix*>(operands[8 * matrix + row]);
-                half[i] = static_cast<const unsigned short*>(source.row)[column];
-            }
-            (*own.registers)[matrix] = half[0] | static_cast<unsigned>(half[1]) << 16;
-        }
-    }
-}
+void resolve_ldmatrix(void** operands, unsigned mask);
 
 inline void load_matrices(unsigned (&registers)[4], const void* row, bool transposed, const Site& site) {
     check_shared(site, row);
@@ -270,26 +234,7 @@ inline void ldmatrix_x4_trans(unsigned (&registers)[4], const void* row, PAGEKV_
 }
 
 struct Mma { float* d; const unsigned* a; unsigned b[2]; bool is_bf16; };
-typedef float Row8 __attribute__((vector_size(32)));
-
-inline void resolve_mma(void** operands, unsigned) {
-    float a[16][16];
-    Row8 b[16], d[16];
-    auto element = [](bool is_bf16, unsigned bits) { return is_bf16 ? bf16_to_float(bits) : f16_to_float(bits); };
-    for (unsigned lane = 0; lane < 32; ++lane) {
-        const Mma& own = *static_cast<Mma*>(operands[lane]);
-        const unsigned g = lane / 4, t = 2 * (lane % 4);
-        for (unsigned i = 0; i < 8; ++i)
-            a[g + 8 * (i / 2 % 2)][t + i % 2 + 8 * (i / 4)] = element(own.is_bf16, own.a[i / 2] >> 16 * (i % 2));
-        for (unsigned i = 0; i < 4; ++i) b[t + i % 2 + 8 * (i / 2)][g] = element(own.is_bf16, own.b[i / 2] >> 16 * (i % 2));
-        for (unsigned i = 0; i < 4; ++i) d[g + 8 * (i / 2)][t + i % 2] = own.d[i];
-    }
-    for (unsigned row = 0; row < 16; ++row)
-        for (unsigned k = 0; k < 16; ++k) d[row] += a[row][k] * b[k];
-    for (unsigned lane = 0; lane < 32; ++lane)
-        for (unsigned i = 0; i < 4; ++i)
-            static_cast<Mma*>(operands[lane])->d[i] = d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
-}
+void resolve_mma(void** operands, unsigned mask);
 
 template <typename T> constexpr bool kIsBf16 = false;
 template <> constexpr bool kIsBf16<bf16> = true;
