@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_first.floors import SMALL, decode_floor, plain
@@ -180,6 +179,9 @@ def rope_write(machine: CudaMachine, arena: Arena, case: RopeWriteCase) -> tuple
 
 def sdpa_seconds(machine: CudaMachine, arena: Arena, backend: SDPBackend, case: AttentionCase) -> float:
     """torch's attention at the same shape, over its best layout: keys and values contiguous for each head."""
+    # Here, because it imports torch's compiler: two seconds of CPU time, which every other step would wait for.
+    from torch.nn.attention.bias import causal_lower_right
+
     heads, new, context = case.heads, case.new, case.context
     layers, rounds = layers_and_rounds(case.kv_bytes, arena.size, machine.most_rounds)
     cache = arena.view(torch.bfloat16, layers, 2, case.batch, heads.num_kv_heads, context, HEAD_SIZE)
