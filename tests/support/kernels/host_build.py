@@ -54,6 +54,7 @@ FLAGS = [
 ]
 SANITIZER_FLAGS = [
     *("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer", LINES),
+    "-Og",  # few launches each: a decode kernel takes 0.8 CPU s to compile and not 1.4
     *("--param", "asan-instrumentation-with-call-threshold=1000000"),  # in line: their reports are host_launch.cc's
 ]
 

@@ -95,8 +95,8 @@ inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
-template <typename T> T __ldg(const T* address) { return *address; }
-template <typename T> T atomicAdd(T* address, T value) {  // fibers are never interrupted
+template <typename T> PAGEKV_HOST_INLINE T __ldg(const T* address) { return *address; }
+template <typename T> PAGEKV_HOST_INLINE T atomicAdd(T* address, T value) {  // fibers are never interrupted
     const T old = *address;
     *address += value;
     return old;
@@ -198,7 +198,7 @@ void start_copy(void* shared, const char (&bytes)[16]);
 void wait_for_copies(int pending);
 void cp_async_commit();
 
-inline void cp_async_16(void* shared, const void* global, bool valid = true, PAGEKV_HERE) {
+PAGEKV_HOST_INLINE void cp_async_16(void* shared, const void* global, bool valid = true, PAGEKV_HERE) {
     check_shared({"cp.async", file, line}, shared);
     if (reinterpret_cast<uintptr_t>(global) % 16)  // ignored or not
         PAGEKV_HOST_FAIL("%s:%d: cp.async: source not aligned to 16 bytes: %p", file, line, global);

@@ -21,6 +21,8 @@ struct Site {
         return strcmp(what, other.what) == 0 && strcmp(file, other.file) == 0 && line == other.line;
     }
 };
+// Of functions that touch a kernel's memory: a wrong address is then at the kernel's line, however little is optimised.
+#define PAGEKV_HOST_INLINE __attribute__((always_inline)) inline
 #define PAGEKV_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 // What a warp operation does once all lanes of its mask are there: reads and writes their operands.
