@@ -68,11 +68,16 @@ def test_what_is_wrong_with_a_text_is_named_with_its_line(cuda: int) -> None:
 
 PRESENT = [name for name, kernel in KERNELS.items() if (SOURCES / kernel.source).is_file()]
 PLAIN = Variant("float16", "float16", 128)
+# Each compiler with every other kernel in each run: `make kernels-compile` judges all of both.
+JOBS = [
+    pytest.param(name, cuda, marks=() if (number + place) % len(COMPILERS) == 0 else pytest.mark.nightly)
+    for number, name in enumerate(PRESENT)
+    for place, cuda in enumerate(COMPILERS)
+]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("cuda", COMPILERS)
-@pytest.mark.parametrize("name", PRESENT)
+@pytest.mark.parametrize(("name", "cuda"), JOBS)
 def test_kernel_compiles(name: str, cuda: int) -> None:
     outcome = gate.compile_job(Job(KERNELS[name], PLAIN, 90, cuda))
     assert outcome.error == ""
