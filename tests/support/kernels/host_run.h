@@ -1,5 +1,5 @@
-// The running launch as a kernel sees it: places, errors, waiting, shared memory. Included by host_cuda.h, which see; what
-// lies behind it, host_launch.cc and host_operations.cc, is compiled once for all kernels.
+// The running launch as a kernel sees it: places, errors, waiting, shared memory. Included by host_cuda.h. Behind it are
+// host_launch.cc and host_operations.cc, which are compiled once for all kernels.
 #pragma once
 
 // All else in a library is its own: several are loaded at a time.
