@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,6 +73,18 @@ async def _run(
         return [result for task in results for result in task.result()], beams.result()
 
 
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """With little room for a text, so that answers are short where nothing says how long."""
+    with running_stack([*ORACLE, "--max-model-len", "256"], ["--grace-s", "0.1"], gated=True) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> tuple[list[Result], tuple[Completion, ...]]:
+    return asyncio.run(_run(stack))
+
+
 def _stop(manager: Process) -> None:
     assert manager.stop() == 0
 
@@ -81,20 +93,26 @@ def _replace(stack: Stack, stop: Callable[[Process], None]) -> None:
     stop(stack.manager)
     # The two steps that were sent ahead, else the executor would not attach to another manager.
     stack.gate.let_through(2)
+    _start(stack)
+
+
+def _start(stack: Stack) -> None:
+    """Another manager in the place of one that has ended."""
     stack.manager.start(stack.manager.port)
     stack.manager.wait_serving()
 
 
 @pytest.mark.parametrize("stop", [Process.kill, pytest.param(_stop, marks=pytest.mark.long)])
-def test_streams_go_on_with_the_same_tokens_and_text(stop: Callable[[Process], None]) -> None:
+def test_streams_go_on_with_the_same_tokens_and_text(
+    stop: Callable[[Process], None], stack: Stack, undisturbed: tuple[list[Result], tuple[Completion, ...]]
+) -> None:
     async def idle(target: str) -> None:
         async with Caller(target) as caller:
             await caller.idle_stats()
 
-    with running_stack(ORACLE, ["--grace-s", "0.1"], gated=True) as stack:
-        wanted, wanted_beams = asyncio.run(_run(stack))
-        results, beams = asyncio.run(_run(stack, stop))
-        asyncio.run(idle(stack.target))
+    wanted, wanted_beams = undisturbed
+    results, beams = asyncio.run(_run(stack, stop))
+    asyncio.run(idle(stack.target))
     assert all(end.resumes >= 2 for end, _, _ in results)
     assert [(beam.token_ids, beam.text) for beam in beams] == [(beam.token_ids, beam.text) for beam in wanted_beams]
     for (end, ids, text), (wanted_end, wanted_ids, wanted_text) in zip(results, wanted, strict=True):
@@ -106,7 +124,7 @@ def test_streams_go_on_with_the_same_tokens_and_text(stop: Callable[[Process], N
 
 
 @pytest.mark.long
-def test_any_client_resumes_by_sending_its_request_again() -> None:
+def test_any_client_resumes_by_sending_its_request_again(stack: Stack) -> None:
     """With the token ids it has and nothing else; a conversation keeps its own default of max_tokens."""
 
     async def resume(caller: Caller, prompt: types_pb2.Prompt) -> None:
@@ -126,18 +144,17 @@ def test_any_client_resumes_by_sending_its_request_again() -> None:
 
     async def run(target: str) -> None:
         async with Caller(target) as caller:
-            for prompt in (as_prompt([4, 5] * 9), as_prompt("And God said"), as_chat(("user", "Who?"))):
-                await resume(caller, prompt)
+            prompts = (as_prompt([4, 5] * 9), as_prompt("And God said"), as_chat(("user", "Who?")))
+            await asyncio.gather(*(resume(caller, prompt) for prompt in prompts))
 
-    with running_stack(ORACLE, ["--num-device-blocks", "40"]) as stack:
-        asyncio.run(run(stack.target))
+    asyncio.run(run(stack.target))
 
 
 @pytest.mark.long
-def test_a_stack_that_stays_away_is_given_up() -> None:
-    with running_stack(ORACLE, gated=True) as stack, PageKVClient(stack.target) as client, stack.gate.shut():
+def test_a_stack_that_stays_away_is_given_up(stack: Stack) -> None:
+    with PageKVClient(stack.target) as client, stack.gate.shut():
         stack.gate.let_through(4)
-        stream = client.stream([1, 2, 3], max_tokens=500, ignore_eos=True, resume_timeout=1.0)
+        stream = client.stream([1, 2, 3], max_tokens=200, ignore_eos=True, resume_timeout=1.0)
         received = [next(stream)]
         stack.manager.kill()
         begun = time.monotonic()
@@ -145,3 +162,4 @@ def test_a_stack_that_stays_away_is_given_up() -> None:
             received.extend(stream)
         assert time.monotonic() - begun >= 1.0
         assert received
+    _start(stack)
