@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.calls import Caller, Result, request_for
 from support.clients.gate import standing
-from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
+from support.clients.stack import ORACLE, Process, Stack, running_executor, running_manager
 from support.waiting import wait_until
 
 from pagekv.client.errors import Draining, from_rpc_error
@@ -26,8 +27,16 @@ async def health(target: str) -> int:
         return int(answer.status)
 
 
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Process]:
+    """For one manager after the other."""
+    with running_executor(ORACLE, gated=True) as process:
+        yield process
+        assert process.stop() == 0
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_streams_survive_the_executor(signum: signal.Signals) -> None:
+def test_streams_survive_the_executor(signum: signal.Signals, executor: Process) -> None:
     requests = [
         request_for([index + 1, 5, 7], max_tokens=150, ignore_eos=True, temperature=index % 2, seed=index)
         for index in range(8)
@@ -38,22 +47,22 @@ def test_streams_survive_the_executor(signum: signal.Signals) -> None:
             calls = [caller.generate(request) for request in requests]
             async with standing(stack.gate, caller, calls, steps=30 if disturb else 0) as streams:
                 if disturb:
-                    assert stack.executor.popen is not None
-                    async with Caller(stack.executor.target) as executor:
+                    assert executor.popen is not None
+                    async with Caller(executor.target) as seen:
                         # Connected before: one that goes lets nobody in.
-                        await executor.until_serving()
-                        stack.executor.popen.send_signal(signum)
+                        await seen.until_serving()
+                        executor.popen.send_signal(signum)
                         if signum == signal.SIGTERM:
-                            await executor.until_serving(serving=False)
+                            await seen.until_serving(serving=False)
                     if signum == signal.SIGTERM:
                         # The step that it is at, which it ends, and what it takes in until it has heard.
                         stack.gate.let_through(50)
-                    await asyncio.to_thread(stack.executor.popen.wait, 240)
+                    await asyncio.to_thread(executor.popen.wait, 240)
                     await caller.until_serving(serving=False)
-                    await asyncio.to_thread(stack.executor.start, stack.executor.port)
+                    await asyncio.to_thread(executor.start, executor.port)
             return list(await asyncio.gather(*streams))
 
-    with running_stack(ORACLE, gated=True) as stack:
+    with running_manager(executor) as stack:
         wanted = asyncio.run(run(stack, disturb=False))
         results = asyncio.run(run(stack, disturb=True))
         asyncio.run(_restarted_once(stack))
@@ -66,8 +75,8 @@ async def _restarted_once(stack: Stack) -> None:
         assert (await caller.idle_stats()).executor_restarts_total == 1
 
 
-def test_a_hung_executor_is_fenced_and_work_resumes() -> None:
-    with running_stack(ORACLE, ["--step-timeout-s", "1"], gated=True) as stack:
+def test_a_hung_executor_is_fenced_and_work_resumes(executor: Process) -> None:
+    with running_manager(executor, ["--step-timeout-s", "1"]) as stack:
 
         async def run() -> list[int]:
             async with Caller(stack.target) as caller:
@@ -90,8 +99,8 @@ def test_a_hung_executor_is_fenced_and_work_resumes() -> None:
         assert len(asyncio.run(run())) == 100
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
-    with running_stack(ORACLE, ["--max-running", "1", "--max-queue", "2"], gated=True) as stack:
+def test_a_full_queue_says_when_to_come_back(executor: Process) -> None:
+    with running_manager(executor, ["--max-running", "1", "--max-queue", "2"]) as stack:
 
         async def run() -> None:
             async with Caller(stack.target) as caller:
@@ -110,8 +119,8 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         asyncio.run(run())
 
 
-def test_sigterm_drains_running_streams_and_exits_0() -> None:
-    with running_stack(ORACLE, gated=True) as stack:
+def test_sigterm_drains_running_streams_and_exits_0(executor: Process) -> None:
+    with running_manager(executor) as stack:
 
         async def run() -> None:
             async with Caller(stack.target) as caller:
@@ -125,12 +134,11 @@ def test_sigterm_drains_running_streams_and_exits_0() -> None:
         asyncio.run(run())
         assert stack.manager.popen is not None
         assert stack.manager.popen.wait(240) == 0
-        assert stack.executor.stop() == 0
 
 
-def test_sigterm_ends_what_the_grace_time_cannot_finish_so_that_it_can_be_resumed() -> None:
+def test_sigterm_ends_what_the_grace_time_cannot_finish_so_that_it_can_be_resumed(executor: Process) -> None:
     """No ending of the answer: an error that says when to come back, behind every token that was there."""
-    with running_stack(ORACLE, ["--grace-s", "0.5"], gated=True) as stack:
+    with running_manager(executor, ["--grace-s", "0.5"]) as stack:
 
         async def run() -> grpc.aio.AioRpcError:
             async with Caller(stack.target) as caller:
@@ -157,9 +165,9 @@ def test_sigterm_ends_what_the_grace_time_cannot_finish_so_that_it_can_be_resume
         assert stack.manager.popen.wait(240) == 0
 
 
-def test_a_second_manager_is_refused_while_the_first_lives(tmp_path: Path) -> None:
-    with running_stack(ORACLE) as stack:
-        second = Process("pagekv.kvmanager", ["--executor", stack.executor.target], tmp_path)
+def test_a_second_manager_is_refused_while_the_first_lives(executor: Process, tmp_path: Path) -> None:
+    with running_manager(executor) as stack:
+        second = Process("pagekv.kvmanager", ["--executor", executor.target], tmp_path)
         second.start()
         try:
             wait_until(lambda: "FAILED_PRECONDITION" in second.tail(), why=second.tail)
@@ -174,12 +182,11 @@ def test_a_second_manager_is_refused_while_the_first_lives(tmp_path: Path) -> No
             second.stop()
 
 
-def test_flags_that_the_executor_cannot_meet_end_the_manager_with_their_name() -> None:
-    with running_executor([*ORACLE, "--kv-memory", "1MiB"]) as executor:
-        args = ["--executor", executor.target, "--num-device-blocks", "1000000"]
-        manager = Process("pagekv.kvmanager", args, executor.directory)
-        manager.start()
-        assert manager.popen is not None
-        assert manager.popen.wait(240) == 1
-        assert "--num-device-blocks 1000000 needs" in manager.tail()
-        assert "Traceback" not in manager.tail()
+def test_flags_that_the_executor_cannot_meet_end_the_manager_with_their_name(executor: Process, tmp_path: Path) -> None:
+    args = ["--executor", executor.target, "--num-device-blocks", "1000000000"]
+    manager = Process("pagekv.kvmanager", args, tmp_path)
+    manager.start()
+    assert manager.popen is not None
+    assert manager.popen.wait(240) == 1
+    assert "--num-device-blocks 1000000000 needs" in manager.tail()
+    assert "Traceback" not in manager.tail()
