@@ -281,12 +281,12 @@ class Chaos:
         assert process.popen is not None
         process.popen.send_signal(signum)
 
-    async def _stats(self) -> operator_pb.GetStatsResponse | None:
-        async with Caller(self.stack.target, credentials=self.stack.callers) as caller:
-            try:
-                return await caller.operator.GetStats(operator_pb.GetStatsRequest(), timeout=5)
-            except grpc.aio.AioRpcError:
-                return None
+    @staticmethod
+    async def _stats(caller: Caller) -> operator_pb.GetStatsResponse | None:
+        try:
+            return await caller.operator.GetStats(operator_pb.GetStatsRequest(), timeout=5)
+        except grpc.aio.AioRpcError:
+            return None
 
     async def _mark(self) -> tuple[float, int, int]:
         """Waits until tokens are coming, so that the fault hits work; now, tokens and epochs so far."""
@@ -304,14 +304,21 @@ class Chaos:
     async def _until(self, condition: Callable[[operator_pb.GetStatsResponse], bool]) -> operator_pb.GetStatsResponse:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            stats = await self._stats()
-            if stats is not None and condition(stats):
-                return stats
-            for process in (self.stack.executor, self.stack.manager):
-                if process.popen is None or process.popen.poll() is not None:
-                    raise AssertionError(f"{process.module} ended by itself; its log:\n{process.tail(80)}")
-            await asyncio.sleep(0.02)
+            # A new connection where one has failed: an old one would wait before it tries again.
+            async with Caller(self.stack.target, credentials=self.stack.callers) as caller:
+                while (stats := await self._stats(caller)) is not None and time.monotonic() < deadline:
+                    if condition(stats):
+                        return stats
+                    await self._while_both_run()
+            await self._while_both_run()
         raise AssertionError(f"the stack did not come back; the manager's log:\n{self.stack.manager.tail(80)}")
+
+    async def _while_both_run(self) -> None:
+        """A moment, in which neither process has ended."""
+        for process in (self.stack.executor, self.stack.manager):
+            if process.popen is None or process.popen.poll() is not None:
+                raise AssertionError(f"{process.module} ended by itself; its log:\n{process.tail(80)}")
+        await asyncio.sleep(0.02)
 
     async def _shown(self, what: str) -> None:
         """The manager's health has to say so."""
