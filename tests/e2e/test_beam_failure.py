@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.clients.calls import Caller, Result, request_for
 from support.clients.gate import at_once, standing
-from support.clients.stack import ORACLE, Stack, running_stack
+from support.clients.stack import ORACLE, Process, Stack, running_executor, running_manager
 from support.executor.wire_driver import expected_output, expected_results
 
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -20,6 +21,13 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Process]:
+    """For one manager after the other."""
+    with running_executor(ORACLE, gated=True) as process:
+        yield process
 
 
 def search(number: int, max_tokens: int, width: int = 4, n: int = 4, **sampling: Any) -> pb.GenerateRequest:
@@ -65,7 +73,7 @@ def outputs(results: dict[int, Result]) -> list[list[int]]:
     return [list(end.token_ids) for end in complete if end is not None]
 
 
-def test_searches_survive_a_killed_executor() -> None:
+def test_searches_survive_a_killed_executor(executor: Process) -> None:
     requests = [search(number, 80) for number in range(3)] + [search(3, 80, width=2, n=1)]
 
     async def run(stack: Stack) -> None:
@@ -85,12 +93,12 @@ def test_searches_survive_a_killed_executor() -> None:
             again = await asyncio.gather(*(caller.generate_all(request) for request in requests))
             assert [outputs(results) for results in again] == wanted
 
-    with running_stack(ORACLE, ["--block-size", "4"], gated=True) as stack:
+    with running_manager(executor, ["--block-size", "4"]) as stack:
         asyncio.run(run(stack))
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel", "deadline"])
-def test_a_search_that_ends_early_gives_every_block_back(how: str) -> None:
+def test_a_search_that_ends_early_gives_every_block_back(how: str, executor: Process) -> None:
     """Another one beside it does not notice."""
     ended, other = search(1, 2000, n=3), search(2, 60)
     ended.request_id = "ended"
@@ -120,11 +128,11 @@ def test_a_search_that_ends_early_gives_every_block_back(how: str) -> None:
             assert stats.free_blocks == stats.num_device_blocks
             assert stats.aborted_requests_total == stats.requests_total - 1
 
-    with running_stack(ORACLE, gated=True) as stack:
+    with running_manager(executor) as stack:
         asyncio.run(run(stack))
 
 
-def test_the_blocks_of_a_search_are_shown_while_it_runs() -> None:
+def test_the_blocks_of_a_search_are_shown_while_it_runs(executor: Process) -> None:
     """GetBlockTable: beams hold the prompt's full blocks together and the block they write alone."""
     request = search(1, 2000)
     request.request_id = "shown"
@@ -143,11 +151,11 @@ def test_the_blocks_of_a_search_are_shown_while_it_runs() -> None:
                 call.cancel()
             await caller.idle_stats()
 
-    with running_stack(ORACLE, gated=True) as stack:
+    with running_manager(executor) as stack:
         asyncio.run(run(stack))
 
 
-def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone() -> None:
+def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone(executor: Process) -> None:
     rng = random.Random(5)
     requests = []
     for number in range(40):
@@ -176,5 +184,5 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
 
     # The blocks that four beams of the longest may come to need.
     args = ["--block-size", "4", "--num-device-blocks", "104", "--max-batch-tokens", "64", "--max-running", "24"]
-    with running_stack(ORACLE, args, gated=True) as stack:
+    with running_manager(executor, args) as stack:
         asyncio.run(run(stack))
