@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import random
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 from support.clients import everything_on
 from support.clients.calls import Caller, request_for
 from support.clients.gate import at_once, standing
-from support.clients.stack import ORACLE, Stack, running_stack
+from support.clients.stack import ORACLE, Process, Stack, running_executor, running_manager, running_stack
 
 from pagekv.client import AsyncPageKVClient, BlockStored, FailedPrecondition, LimitExceeded, TableReplica
 from pagekv.client.cli.main import main
@@ -21,6 +22,13 @@ from pagekv.client.errors import PageKVError
 pytestmark = pytest.mark.e2e
 
 SMALL = ["--num-device-blocks", "96", "--block-size", "4", "--max-batch-tokens", "64"]
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Process]:
+    """For one manager after the other."""
+    with running_executor(ORACLE, gated=True) as process:
+        yield process
 
 
 async def stored(client: AsyncPageKVClient) -> dict[str, str]:
@@ -137,7 +145,7 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
         asyncio.run(run(stack))
 
 
-def test_a_reader_that_comes_back_needs_no_snapshot() -> None:
+def test_a_reader_that_comes_back_needs_no_snapshot(executor: Process) -> None:
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
             await caller.generate(request_for([*range(3, 40)], 1))
@@ -165,12 +173,12 @@ def test_a_reader_that_comes_back_needs_no_snapshot() -> None:
                 names = [(block.namespace, block.adapter) for block in read.blocks.values()]
                 assert (names.count(("", "")), names.count(("n", ""))) == (before[2], len(names) - before[2])
 
-    with running_stack(ORACLE, SMALL) as stack:
+    with running_manager(executor, SMALL) as stack:
         asyncio.run(run(stack))
 
 
 @pytest.mark.long
-def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
+def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not(executor: Process) -> None:
     """A lease does what a dummy request would otherwise be kept running for."""
 
     async def run(stack: Stack) -> None:
@@ -190,11 +198,11 @@ def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
             states = {block.state for block in (await client.list_blocks(state="pinned")).blocks}
             assert states == {"pinned"}
 
-    with running_stack(ORACLE, SMALL) as stack:
+    with running_manager(executor, SMALL) as stack:
         asyncio.run(run(stack))
 
 
-def test_a_forced_reset_preempts_and_no_stream_notices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forced_reset_preempts_and_no_stream_notices(executor: Process, capsys: pytest.CaptureFixture[str]) -> None:
     """By the library, and first by hand: the refusal on the screen names the command that does it."""
 
     async def type_in(stack: Stack, *words: str) -> tuple[int, str, str]:
@@ -225,11 +233,11 @@ def test_a_forced_reset_preempts_and_no_stream_notices(capsys: pytest.CaptureFix
                     await stack.gate.pass_through(8, caller)
             assert (await stream).tokens == wanted.tokens
 
-    with running_stack(ORACLE, SMALL, gated=True) as stack:
+    with running_manager(executor, SMALL) as stack:
         asyncio.run(run(stack))
 
 
-def test_a_watch_ends_with_its_manager() -> None:
+def test_a_watch_ends_with_its_manager(executor: Process) -> None:
     async def run(stack: Stack) -> None:
         async with AsyncPageKVClient(stack.target, resume_timeout=0) as client:
             watched = client.watch_events()
@@ -240,11 +248,11 @@ def test_a_watch_ends_with_its_manager() -> None:
                 await anext(watched)
             assert await stopping == 0
 
-    with running_stack(ORACLE, SMALL) as stack:
+    with running_manager(executor, SMALL) as stack:
         asyncio.run(run(stack))
 
 
-def test_the_snapshot_of_a_large_table_fits_its_messages() -> None:
+def test_the_snapshot_of_a_large_table_fits_its_messages(executor: Process) -> None:
     """16,384 blocks in more than 16 messages."""
 
     async def run(stack: Stack) -> None:
@@ -269,5 +277,5 @@ def test_the_snapshot_of_a_large_table_fits_its_messages() -> None:
             assert len(roots) == 1
 
     args = ["--num-device-blocks", "17000", "--block-size", "1", "--max-batch-tokens", "8192"]
-    with running_stack(ORACLE, args) as stack:
+    with running_manager(executor, args) as stack:
         asyncio.run(run(stack))
