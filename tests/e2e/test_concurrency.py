@@ -31,18 +31,18 @@ async def one_at_a_time(caller: Caller, requests: list[pb.GenerateRequest]) -> l
 @pytest.mark.parametrize("backend", ["oracle", pytest.param("cpu", marks=pytest.mark.long)])
 def test_64_concurrent_calls_equal_one_at_a_time(backend: str, request: pytest.FixtureRequest) -> None:
     stack: Stack = request.getfixturevalue(f"{backend}_stack")
+    # A model takes its time for each token, and for each call alone: of its 64 calls every fourth.
+    longest, step = (300, 1) if backend == "oracle" else (100, 4)
 
     async def run() -> None:
         async with Caller(stack.target) as caller:
             before = (await caller.idle_stats()).free_blocks
             requests = [
                 request_for(prompt, max_tokens=4 + index % 29, ignore_eos=True, temperature=index % 2, seed=index)
-                for index, prompt in enumerate(prompts(1, 64, 1, 300))
+                for index, prompt in enumerate(prompts(1, 64, 1, longest))
             ]
             together = [result.tokens for result in await caller.generate_many(requests)]
             assert (await caller.idle_stats()).free_blocks == before
-            # A model takes its time for each alone: of its 64 calls every fourth.
-            step = 1 if backend == "oracle" else 4
             assert together[::step] == await one_at_a_time(caller, requests[::step])
             assert all(len(tokens) == 4 + index % 29 for index, tokens in enumerate(together))
 
