@@ -36,13 +36,13 @@ REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 @contextmanager
 def watched_workers(pid: int) -> Iterator[list[float]]:
-    """MiB of all children of a process together, whenever they were looked at: every few milliseconds. Each counts with
+    """MiB of all children of a process together, whenever they were looked at: many times a second. Each counts with
     the most that it ever had.
     """
     found, over = [0.0], threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.005):
+        while not over.wait(0.02):
             sizes = list[float]()
             for child in children(pid):
                 with suppress(OSError):  # ended meanwhile
@@ -81,7 +81,7 @@ def test_sixteen_texts_of_4_mb_fit_into_the_memory_of_compose() -> None:
             while sum(call.done() for call in sixteen[6:]) < 5 or not all(call.done() for call in sixteen[:6]):
                 assert await beside.inference.Tokenize(SHORT, timeout=SHORT_S) == wanted
                 answered += 1
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)
             ends = [[call.result() for call in calls if call.done()] for calls in (sixteen[:6], sixteen[6:])]
             for call in sixteen:
                 call.cancel()
