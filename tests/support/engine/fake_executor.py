@@ -20,15 +20,19 @@ from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, StepPlan,
 
 def next_token(prefix: tuple[int, ...], vocab: int) -> int:
     """The token that follows a prefix: any fixed function that depends on all of it will do."""
-    value = 17
-    for token in prefix:
+    return (_fold(17, prefix) >> 7) % vocab
+
+
+def _fold(value: int, tokens: Iterable[int]) -> int:
+    for token in tokens:
         value = (value * 1_000_003 ^ token * 7_919 + 12_345) & 0xFFFF_FFFF
-    return (value >> 7) % vocab
+    return value
 
 
 def likeliest(prefix: tuple[int, ...], vocab: int, count: int) -> list[tuple[int, float]]:
     """The likeliest tokens after a prefix with their log-probabilities, best first."""
-    weights = [1 + next_token((*prefix, token), 1000) for token in range(vocab)]
+    value = _fold(17, prefix)
+    weights = [1 + (_fold(value, (token,)) >> 7) % 1000 for token in range(vocab)]
     total = sum(weights)
     ranked = sorted(range(vocab), key=lambda token: (-weights[token], token))
     return [(token, math.log(weights[token] / total)) for token in ranked[:count]]

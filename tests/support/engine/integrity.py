@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, PrefixTable
-from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
+from pagekv.kvmanager.kvcache.prefix_trie import _ABSENT, _NONE, Node, PrefixTrie
 from pagekv.kvmanager.kvcache.tenant_order import TenantOrder
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.fairness.tenant_caps import RunningRequests
@@ -114,10 +116,8 @@ def check_batch(batch: DecodeBatch, here: list[Seq]) -> None:
 
 def _check_holders(ref_counts: Blocks, tables: Sequence[Sequence[int]], free: list[int], what: str) -> None:
     """Holders and free queue of a pool, from the lists of blocks that its holders have."""
-    expected = np.zeros(len(ref_counts), np.int32)
-    for table in tables:
-        for block in table:
-            expected[block] += 1
+    holders = np.array([*chain.from_iterable(tables)], np.int64)
+    expected = np.bincount(holders, minlength=len(ref_counts))
     wrong = np.flatnonzero(expected != ref_counts)
     if len(wrong):
         block = int(wrong[0])
@@ -177,12 +177,13 @@ def check_table(table: PrefixTable) -> None:
     if held != table._block_of:
         raise InvariantError(f"{len(held)} blocks hold digests, the prefix table has {len(table._block_of)}")
     retired = table.map.retired
-    if sum(block in retired for block in held.values()) != retired.count:
+    if np.count_nonzero(retired.marked[[*held.values()]]) != retired.count:
         raise InvariantError(f"{retired.count} blocks are retired, some of them without a digest")
     batches = Counter(retired._batch_of[retired.marked].tolist())
     if batches != retired._left or batches.keys() != retired._notes.keys():
         raise InvariantError(f"batches {batches} of blocks are retired, counted {retired._left}")
-    held = {digest: block for digest, block in held.items() if block not in retired}
+    if retired.count:
+        held = {digest: block for digest, block in held.items() if block not in retired}
     blocks = set(held.values())
     if sorted(blocks) != np.flatnonzero(table.published).tolist():
         raise InvariantError(f"{len(held)} blocks hold digests, {int(table.published.sum())} are marked published")
@@ -206,24 +207,29 @@ def _check_twins(table: PrefixTable, held: dict[bytes, int]) -> None:
             raise InvariantError(f"block {twin} is a twin of block {entry}, which one of the two cannot be")
 
 
-def check_trie(trie: PrefixTrie, blocks: Container[int]) -> None:
+def check_trie(trie: PrefixTrie, blocks: AbstractSet[int]) -> None:
     """Both directions, from parents and from children, for the blocks that should be in the trie."""
     # Under (node,) those that follow the node apart.
     children: dict[Node | tuple[Node], list[int]] = {}
-    for block in range(len(trie._parent)):
-        parent = trie.parent(block)
-        if (block in trie) != (block in blocks) or (parent is None) == (block in trie):
-            raise InvariantError(f"block {block} has the parent {parent!r}, is to be there: {block in blocks}")
-        if parent is not None:
-            children.setdefault((parent,) if block in trie._apart else parent, []).append(block)
-    if absent := [block for block in trie._apart if block not in trie]:
-        raise InvariantError(f"blocks {absent} stand apart and are not in the trie")
-    for node in {*range(len(trie._child)), *trie._children_of, *children}:
+    there = np.flatnonzero(trie._parent != _ABSENT).tolist()
+    if wrong := blocks ^ {*there}:
+        raise InvariantError(f"blocks {sorted(wrong)[:8]} are in the trie and should not be, or the other way round")
+    parents = [trie.parent(block) for block in there]
+    for block, parent in zip(there, parents, strict=True):
+        if parent is None:
+            raise InvariantError(f"block {block} is in the trie and has no parent")
+        children.setdefault((parent,) if block in trie._apart else parent, []).append(block)
+    if absent := (trie._apart | trie._root_of.keys()) - blocks:
+        raise InvariantError(f"blocks {sorted(absent)} stand apart, or have a root, and are not in the trie")
+    # All others have no child, neither in the column nor in a list.
+    for node in {*np.flatnonzero(trie._child != _NONE).tolist(), *trie._children_of, *children}:
         found = trie._children_of.get(node, ()) if isinstance(node, tuple) else trie._children(node)
         named = children.get(node, [])
+        if len(found) == len(named) == 1 and found[0] == named[0]:
+            continue
         if list(found) != sorted(found, key=trie._row) or sorted(found) != named:
             raise InvariantError(f"node {node!r} has the children {list(found)}, {named} name it as parent")
     listed = {node for node, named in children.items() if not isinstance(node, int) or len(named) > 1}
-    followers = sum(isinstance(trie.parent(block), bytes) for named in children.values() for block in named)
+    followers = sum(isinstance(parent, bytes) for parent in parents)
     if trie._children_of.keys() != listed or len(trie._root_of) != followers:
         raise InvariantError(f"{len(trie._children_of)} nodes have lists of children, {len(listed)} should have")
