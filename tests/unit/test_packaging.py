@@ -87,9 +87,13 @@ def test_cpu_side_imports_no_torch(module: str) -> None:
 @pytest.mark.long
 def test_device_side_imports_no_grpc() -> None:
     # In one process, because torch and transformers take seconds; and every module, because a benchmark imports most of
-    # its own only when it has found a GPU.
+    # its own only when it has found a GPU. Torch and transformers first, as an executor imports them.
     code = (
         "import importlib, pkgutil, sys\n"
+        "from pagekv.executor.model.torch_import import import_torch\n"
+        "import_torch()\n"
+        "from pagekv.executor.model.transformers_import import import_transformers\n"
+        "import_transformers()\n"
         "for name in ('executor.model', 'executor.cpu', 'executor.cuda', 'kernels.bench'):\n"
         "    package = importlib.import_module(f'pagekv.{name}')\n"
         "    for module in pkgutil.iter_modules(package.__path__, f'pagekv.{name}.'):\n"
