@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from support.engine.replays import SMALL, ignore
 
@@ -47,6 +49,12 @@ def cases(records: list[TraceRecord], blocks: int | None, tenants: int = 2) -> d
     return {row.case: row for row in rows}
 
 
+@cache
+def flooded_cases() -> dict[str, TenantRow]:
+    """With the pool that most tests take; made once for all of them."""
+    return cases(FLOODED, 64)
+
+
 def waits(row: TenantRow) -> tuple[float, float]:
     p50, p95 = row.quiet.ttft_p50_s, row.quiet.ttft_p95_s
     assert p50 is not None
@@ -72,7 +80,7 @@ def test_the_first_tenant_has_one_conversation_of_four_times_as_many_as_there_ar
 
 
 def test_a_quiet_tenant_is_served_almost_as_if_alone_and_not_first_come_first_served() -> None:
-    found = cases(FLOODED, 64)
+    found = flooded_cases()
     assert [*found] == [*CASES]
     alone, one, fair, floor = (waits(found[case]) for case in CASES)
     for which in (0, 1):
@@ -98,7 +106,7 @@ def test_the_same_requests_are_in_every_case() -> None:
 
 
 def test_one_tenant_is_the_plain_replay() -> None:
-    row, plain = cases(FLOODED, 64)["one"], replay_timed(FLOODED, SMALL, "lru", 64, ignore)
+    row, plain = flooded_cases()["one"], replay_timed(FLOODED, SMALL, "lru", 64, ignore)
     assert plain.timing is not None
     assert row.decisions == plain.timing.decisions
     assert row.quiet.hit_tokens + row.others.hit_tokens == plain.hit_tokens
@@ -117,7 +125,7 @@ def test_no_request_of_the_quiet_tenant_fits() -> None:
 
 
 def test_the_table_and_the_json_say_which_requests_are_the_quiet_tenants() -> None:
-    rows = [*cases(FLOODED, 64).values()]
+    rows = [*flooded_cases().values()]
     head, empty, _, *table = tenants_as_table(2, rows).splitlines()
     assert head == (
         "2 tenants: the first has one conversation of each 8 and is quiet, the others have the rest in turns "
