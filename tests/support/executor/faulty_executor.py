@@ -52,9 +52,12 @@ class FaultyOracle(OracleBackend):
 
 def emulated(fails_at: int | None) -> Backend:
     """The cuda backend, whose device's marks tell of the fault, as a GPU's do: when the host waits for the step."""
+    import torch
     from support.executor.cuda_host import HostDevice, host_backend
 
     from pagekv.common.models import resolve_model
+
+    torch.set_num_threads(1)  # small work: threads would wait for one another
 
     class FaultyDevice(HostDevice):
         marks = 0
