@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,7 @@ class _Launch(ctypes.Structure):
 
     _fields_ = [
         ("params", ctypes.c_void_p),
+        ("stacks", ctypes.c_void_p),
         ("params_bytes", ctypes.c_uint64),
         ("shared_bytes", ctypes.c_uint64),
         ("grid", ctypes.c_uint32 * 3),
@@ -86,8 +87,9 @@ class _Launch(ctypes.Structure):
 class HostLauncher:
     """Runs kernels on the CPU, one thread block after the other."""
 
-    # A library has one shared memory and one set of fibers.
+    # A library has one shared memory and one set of fibers, and all have the same stacks.
     _lock = threading.Lock()
+    _stacks: ClassVar[int | None] = None
 
     def __init__(
         self, *, reversed_order: bool = False, edit: Edit | None = None, seconds: int = 60, blocks: int = 3
@@ -132,6 +134,9 @@ class HostLauncher:
             seconds=self.seconds,
         )
         with self._lock:
+            if HostLauncher._stacks is None:
+                HostLauncher._stacks = library.pagekv_host_stacks()
+            launch.stacks = HostLauncher._stacks
             before = library.pagekv_host_copied()
             error = library.pagekv_host_launch(ctypes.byref(launch))
             self.copied_bytes += library.pagekv_host_copied() - before
@@ -193,6 +198,7 @@ def load(text: str, kernel: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     library = ctypes.CDLL(str(build(text, kernel, macros)))
     library.pagekv_host_launch.restype = ctypes.c_char_p
     library.pagekv_host_launch.argtypes = [ctypes.c_void_p]
+    library.pagekv_host_stacks.restype = ctypes.c_void_p
     library.pagekv_host_copied.restype = ctypes.c_uint64
     return library
 

@@ -57,4 +57,5 @@ static const int warpSize = 32;
     extern "C" PAGEKV_HOST_EXPORT const char* pagekv_host_launch(const host_run::Launch* given) { \
         return host_run::launch(name, *given); \
     } \
+    extern "C" PAGEKV_HOST_EXPORT char* pagekv_host_stacks() { return host_run::make_stacks(); } \
     extern "C" PAGEKV_HOST_EXPORT u_int64_t pagekv_host_copied() { return host_run::copied; }

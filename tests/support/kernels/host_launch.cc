@@ -125,7 +125,15 @@ char* reserve(size_t bytes) {
     return static_cast<char*>(memory);
 }
 
-// Below every stack, and around shared memory, is a page that cannot be touched.
+// Below every stack is a page that cannot be touched. One set for all libraries of a process: a stack is two mappings, of
+// which a process has 65,530, and libraries stay loaded.
+char* make_stacks() {
+    char* stacks = reserve(kMaxThreads * kStride);
+    for (size_t i = 0; i < kMaxThreads; ++i) mprotect(stacks + i * kStride, kPage, PROT_NONE);
+    return stacks;
+}
+
+// Around shared memory is a page that cannot be touched, too.
 void set_up(size_t threads) {
     if (shared_end == nullptr) {
         char* begin = reserve(kPage + kMaxShared + kPage);
@@ -133,23 +141,7 @@ void set_up(size_t threads) {
         mprotect(begin + kPage + kMaxShared, kPage, PROT_NONE);
         shared_end = begin + kPage + kMaxShared;
     }
-    if (run.threads.size() >= threads) return;
-    if (run.stacks != nullptr) munmap(run.stacks, run.threads.size() * kStride);
-    run.threads.resize(threads);
-    run.stacks = reserve(threads * kStride);
-    for (size_t i = 0; i < threads; ++i) mprotect(run.stacks + i * kStride, kPage, PROT_NONE);
-}
-
-// Stacks are two mappings each, of which a process has 65,530, and libraries stay loaded: many threads give theirs back.
-constexpr size_t kKeptThreads = 256;
-void tear_down() {
-    if (run.threads.size() <= kKeptThreads) return;
-#ifdef __SANITIZE_ADDRESS__
-    __asan_unpoison_memory_region(run.stacks, run.threads.size() * kStride);  // fibers that were left
-#endif
-    munmap(run.stacks, run.threads.size() * kStride);
-    run.stacks = nullptr;
-    run.threads.clear();
+    if (run.threads.size() < threads) run.threads.resize(threads);
 }
 
 // --- waiting
@@ -331,6 +323,7 @@ const char* launch(void (*call)(const void*), size_t params_bytes, const Launch&
     if (run.error[0]) return run.error;
     set_up(launch.threads);
     run.params = launch.params;
+    run.stacks = launch.stacks;
     run.call = call;
     run.owner = pthread_self();
 
@@ -348,7 +341,7 @@ const char* launch(void (*call)(const void*), size_t params_bytes, const Launch&
     setitimer(ITIMER_VIRTUAL, &limit, nullptr);
 #ifdef __SANITIZE_ADDRESS__
     __asan_set_error_report_callback(on_address_error);
-    __asan_unpoison_memory_region(run.stacks, run.threads.size() * kStride);  // fibers that were left
+    __asan_unpoison_memory_region(run.stacks, launch.threads * kStride);  // fibers that were left
     __asan_unpoison_memory_region(signal_stack, sizeof signal_stack);
 #endif
     run.running = true;
@@ -366,7 +359,6 @@ const char* launch(void (*call)(const void*), size_t params_bytes, const Launch&
     setitimer(ITIMER_VIRTUAL, &never, nullptr);
     for (int i = 0; i < 5; ++i) sigaction(numbers[i], &old[i], nullptr);
     sigaltstack(&old_alternate, nullptr);
-    tear_down();
     return run.error;
 }
 

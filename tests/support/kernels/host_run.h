@@ -17,8 +17,10 @@ struct Site {
     const char* what = nullptr;
     const char* file = nullptr;
     int line = 0;
+    // Mostly one literal; the same text may be at two addresses.
+    static bool same(const char* one, const char* other) { return one == other || strcmp(one, other) == 0; }
     bool operator==(const Site& other) const {
-        return strcmp(what, other.what) == 0 && strcmp(file, other.file) == 0 && line == other.line;
+        return line == other.line && same(what, other.what) && same(file, other.file);
     }
 };
 // Of functions that touch a kernel's memory: a wrong address is then at the kernel's line, however little is optimised.
@@ -47,9 +49,13 @@ extern u_int64_t copied;  // bytes that cp.async has read, of all launches
 // What a launch is given, as host_build.py lays it out.
 struct Launch {
     const void* params;
+    char* stacks;  // make_stacks()
     u_int64_t params_bytes, shared_bytes;
     u_int32_t grid[3], threads, reversed, seconds;
 };
+
+// Stacks for launches of any kernel, one launch at a time.
+char* make_stacks();
 
 // `call`: the kernel, given a structure of `params_bytes`. Returns what went wrong, or an empty string.
 const char* launch(void (*call)(const void*), size_t params_bytes, const Launch& launch);
