@@ -16,6 +16,7 @@ with AddressSanitizer: accesses outside of any array are errors too, and so are 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
@@ -25,7 +26,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -208,11 +209,13 @@ def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
     flags, key = common()
     whole = f'#include "host_kernel.h"\n{text}\n#line 1 "end of {kernel}"\nPAGEKV_HOST_KERNEL({kernel})\n'
     library = CACHE / f"{kernel}-{digest(key, *macros, whole)}.so"
-    if not library.exists():
-        with making(library) as (folder, made):
-            source = folder / f"{kernel}.cc"
-            source.write_text(whole, encoding="utf-8")
-            compile_to(made, [*flags, *macros, "-shared", f"-I{precompiled()}", source, *runtime()], kernel)
+
+    def make(made: Path) -> None:
+        source = made.with_name(f"{kernel}.cc")
+        source.write_text(whole, encoding="utf-8")
+        compile_to(made, [*flags, *macros, "-shared", f"-I{precompiled()}", source, *runtime()], kernel)
+
+    make_once(library, make)
     return library
 
 
@@ -231,14 +234,10 @@ def precompiled() -> Path:
     folder = CACHE / f"headers-{digest(key)}"
     folder.mkdir(parents=True, exist_ok=True)
     header = folder / "host_kernel.h"
-    for path in (header, header.with_suffix(".h.gch")):
-        if not path.exists():
-            with making(path) as (_, made):
-                if path is header:
-                    made.write_text('#include "host_cuda.h"\n', encoding="utf-8")
-                else:
-                    # -w: functions that no kernel uses here.
-                    compile_to(made, [*flags, "-w", "-x", "c++-header", header], header.name)
+    make_once(header, lambda made: made.write_text('#include "host_cuda.h"\n', encoding="utf-8"))
+    # -w: functions that no kernel uses here.
+    command: list[str | Path] = [*flags, "-w", "-x", "c++-header", header]
+    make_once(header.with_suffix(".h.gch"), lambda made: compile_to(made, command, header.name))
     return folder
 
 
@@ -248,10 +247,9 @@ def runtime() -> list[Path]:
     flags, key = common()
     objects = [CACHE / f"{Path(name).stem}-{digest(key)}.o" for name in RUNTIME]
     for name, path in zip(RUNTIME, objects, strict=True):
-        if not path.exists():
-            with making(path) as (_, made):
-                # -O2: every launch runs it.
-                compile_to(made, [*flags, "-O2", LINES, "-c", HERE / name], name)
+        # -O2: every launch runs it.
+        command: list[str | Path] = [*flags, "-O2", LINES, "-c", HERE / name]
+        make_once(path, partial(compile_to, arguments=command, what=name))
     return objects
 
 
@@ -259,14 +257,21 @@ def digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
 
-@contextmanager
-def making(path: Path) -> Iterator[tuple[Path, Path]]:
-    """A folder, and a file in it that is moved to `path` at once, so that a test beside this one never sees half."""
+def make_once(path: Path, make: Callable[[Path], object]) -> None:
+    """Unless `path` exists: makes a file in a folder of its own, moved to `path` at once, so that no test beside this
+    one sees half. Others wait meanwhile: ranks need the same kernels, and would compile each at the same time.
+    """
+    if path.exists():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        yield Path(folder), made
-        made.replace(path)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            make(made)
+            made.replace(path)
 
 
 def compile_to(made: Path, arguments: Sequence[str | Path], what: str) -> None:
