@@ -42,9 +42,11 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Without the garbage collector, which finds next to nothing while modules are imported and ten thousand tests are
-    listed, and would look at all of them again in every full collection of a test.
+    listed, and would look at all of them again in every full collection of a test. And torch is imported with threads
+    that do not spin while they wait: tests are more than cores. Processes that tests start wait as they do for users.
     """
-    with paused_collector():
+    with paused_collector(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "passive"))
         return (yield)
 
 
@@ -52,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with long tests come first, so that none of these is waited for at the end."""
     first = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in first)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread: for small work, in which threads would mostly wait for one another."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

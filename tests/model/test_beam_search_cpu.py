@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from support.engine.fake_executor import beam_search
 from support.executor.beam_driver import BeamDriver, beam_reference
 from support.executor.cpu_driver import prompts_of, save_model
 
 from pagekv.executor.cpu.backend import CpuBackend
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH, RESULTS, NEW = 5, 3, 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small work: threads would wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,8 @@ from pagekv.executor.backend.interface import (
 )
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.cuda.backend import CudaBackend
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Longer than the window of the windowed models, several blocks, none a multiple of a block.
 LENGTHS = [1, 23, 37, 5, 41, 2]
@@ -42,15 +43,6 @@ def case_of(name: str, directory: Path) -> Case:
 def cuda(case: Case) -> CudaBackend:
     assert isinstance(case.backend, CudaBackend)
     return case.backend
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    """Small work: threads would wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=NAMES)

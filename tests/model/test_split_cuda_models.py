@@ -4,18 +4,18 @@ emulated, and gloo is in the place of NCCL, so that nothing here says how GPUs d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.executor import cuda_host
 from support.executor.beam_driver import beam_reference
 from support.executor.cpu_driver import MODELS, WINDOW, prompts_of, reference
 from support.executor.cuda_host import host_backend, save_small_model
 from support.executor.families import FAMILIES, family_config
 from support.executor.split_model import BEAMS, END, SplitRun, answers_of, sampled
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 4
 HITS = [8, 16]
@@ -30,15 +30,6 @@ SPLIT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 2},
 }
 LONG = pytest.mark.long
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small work: threads would wait for one another. Ranks have one each, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.executor.beam_driver import beam_reference
 from support.executor.cpu_driver import WINDOW, prompts_of, reference, save_config
 from support.executor.families import family_config
 from support.executor.split_model import BEAMS, END, SplitRun, answers_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 8
 HITS = [40, 24, 16]
@@ -35,15 +35,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # biases in layers that ranks sum.
 _THIRDS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
 IN_THREE: dict[str, dict[str, Any]] = {"llama": _THIRDS, "starcoder2": {**_THIRDS, "sliding_window": WINDOW}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small work: threads would wait for one another. Ranks have one each, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def runs(
