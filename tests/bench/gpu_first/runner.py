@@ -22,7 +22,7 @@ from typing import IO
 from gpu_first import page, tools
 from gpu_first.parts import PART_SECONDS, PARTS, Step, steps_of
 from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, of_step, status_of
-from gpu_first.step import MISSING, OK, TOO_LATE, WRONG
+from gpu_first.step import MISSING, OK, RUNNER, TOO_LATE, WRONG
 
 ROOT = Path(__file__).resolve().parents[3]
 ATTEMPTS = 3
@@ -192,7 +192,7 @@ class Run:
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", STEP_OF: str(self.folder)},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", STEP_OF: str(self.folder), RUNNER: str(os.getpid())},
         )
         last = ["", ""]
         reader = threading.Thread(target=self._hand_on, args=(process, last), daemon=True)

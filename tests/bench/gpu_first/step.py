@@ -26,6 +26,8 @@ REHEARSAL = "GPU_FIRST_REHEARSAL"
 """Environment variable, set where the emulation and a stub of the device stand in for a GPU."""
 FAIL = "GPU_FIRST_FAIL"
 """Environment variable of a rehearsal: failures of steps, as `step=fault` of FAULTS, joined by commas."""
+RUNNER = "GPU_FIRST_RUNNER"
+"""Environment variable: the process id of the runner that has started a step."""
 FAULTS = ("import", "exit", "hang", "fault")
 LAUNCHES_BEFORE_A_FAULT = 1
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -99,11 +101,14 @@ def after_the_first(log: StepLog, action: Callable[[], None]) -> None:
 
 
 def die_with_the_runner() -> None:
-    """Ends this step when its runner is killed. Only for steps that a runner starts: the system watches a thread of the
-    parent, and a tool may start its program from a thread that ends.
+    """Ends this step when its runner is killed, or at once if it has been. Only for steps that a runner starts: the
+    system watches a thread of the parent, and a tool may start its program from a thread that ends.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The signal is for deaths from now on.
+    if os.environ.get(RUNNER) not in (None, str(os.getppid())):
+        os._exit(1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

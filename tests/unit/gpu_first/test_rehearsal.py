@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from gpu_first import page
-from gpu_first.records import ABSENT
-from gpu_first.rehearsal import Stage, failing, wrong
-from gpu_first.runner import STEP_OF
-from gpu_first.step import FAIL
+from gpu_first.rehearsal import SOURCES, Stage, failing, without_tools
+from gpu_first.runner import ROOT, STEP_OF
+from gpu_first.step import FAIL, RUNNER
 from support.executor.one_step_part import rehearse
 
 
@@ -38,6 +40,14 @@ def test_nothing_runs_on_when_the_runner_is_killed_and_no_two_runs_share_a_folde
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(("runner", "said"), [(os.getpid(), "goes on\n"), (0, "")], ids=["lives", "killed before"])
+def test_a_step_goes_on_only_while_its_runner_lives(runner: int, said: str) -> None:
+    code = "from gpu_first import step; step.die_with_the_runner(); print('goes on')"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in SOURCES), RUNNER: str(runner)}
+    found = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True, timeout=240)
+    assert (found.returncode, found.stdout) == (0 if said else 1, said)
+
+
 def _steps_of(folder: Path) -> list[Path]:
     mark = f"{STEP_OF}={folder}".encode()
     return [path for path in Path("/proc").glob("[0-9]*/environ") if mark in _read(path).split(b"\0")]
@@ -51,7 +61,5 @@ def test_a_rehearsal_in_small(tmp_path: Path) -> None:
     faults = {"machine": "import", "smallest": "fault", "swap": "hang"}
     assert failing(1, faults, stage) == []
     assert (tmp_path / "failing-1" / page.PAGE).read_text().startswith("# The first half hour on a GPU")
-    # One step a tool; `make gpu-rehearsal` plays all.
-    only = ["flashinfer_decode", "profile_kernels", "sanitize_wgmma"]
-    absent = stage.play(2, with_tools=False, only=only, where="without-tools")
-    assert wrong(absent, dict.fromkeys(only, (ABSENT,)), 0) == []
+    # FlashInfer is asked for in one function; `make gpu-rehearsal` plays both of its steps.
+    assert without_tools(2, stage, leave_out=["flashinfer_prefill"]) == []
