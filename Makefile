@@ -54,7 +54,7 @@ test-all: $(DEV_STAMP) ## all tests but those of test-nightly, emulated kernels 
 
 .PHONY: collect
 collect: $(DEV_STAMP) ## import every test, once, so that the processes of test-all do not each compile all modules
-	@$(BIN)/python -m pytest --collect-only --quiet -m "not nightly" | grep -v ::
+	@$(BIN)/python -m pytest --collect-only --quiet -m "not nightly" | grep -v '^tests/.*::'
 
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps, all faults planted in kernels, ten minutes of the fuzzer (about 50 minutes)
