@@ -25,8 +25,8 @@ ACT_FOR = "act-for"
 KEYS, CERTIFICATES = "keys", "certificates"
 # The section, and the name, of callers that come through a gateway.
 GATEWAY = "gateway"
-# The section that says how tokens of an issuer are checked; it names no caller.
-_TOKENS = "jwt"
+# All sections of the file; `jwt`, which says how tokens are checked, names no caller.
+SECTIONS = (KEYS, CERTIFICATES, GATEWAY, "jwt")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 # Mode of a new file: only the manager may read the names of callers.
 _MODE = 0o600
@@ -116,7 +116,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 def _identities(path: Path, found: dict[str, Any]) -> Iterator[ListedIdentity]:
     for section in found:
-        if section not in (KEYS, CERTIFICATES, GATEWAY, _TOKENS):
+        if section not in SECTIONS:
             raise PageKVError(f"{path}: {section!r} is no section of this file: a caller is a table [{KEYS}.NAME]")
     for section in (KEYS, CERTIFICATES, GATEWAY):
         callers = found.get(section, {})

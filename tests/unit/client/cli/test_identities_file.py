@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.client.cli.identities_file import ROLES, add_certificate, add_key, is_name, list_identities
+from pagekv.client.cli.identities_file import ROLES, SECTIONS, add_certificate, add_key, is_name, list_identities
 from pagekv.client.errors import PageKVError
+from pagekv.kvmanager.access.identities_file import read_identities
+from pagekv.kvmanager.access.toml_file import TomlFileError
 
 
 @pytest.fixture
@@ -86,6 +88,16 @@ def test_a_file_of_another_kind_is_left_alone(path: Path, text: str, words: str)
     with pytest.raises(PageKVError, match=words):
         add_key(path, "alice", "secret", ["observe"])
     assert path.read_text() == text
+
+
+def test_the_manager_knows_the_same_sections(path: Path) -> None:
+    """Read from the manager's words about a section that it does not know."""
+    path.write_text("[zzzz.alice]")
+    path.chmod(0o600)
+    with pytest.raises(TomlFileError, match="zzzz: is not known; there are ") as caught:
+        read_identities(path)
+    names = str(caught.value).partition("there are ")[2].split(", ")
+    assert sorted(names) == sorted(SECTIONS)
 
 
 def test_what_cannot_be_read_or_written(path: Path) -> None:
