@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", params=["forward", "reversed"])
 def launcher(request: pytest.FixtureRequest) -> HostLauncher:
-    """Runs kernels on the CPU; every test runs with both orders of blocks, warps and threads."""
+    """Runs kernels on the CPU, in both orders of blocks, warps and threads; test_sanitizers has the second nightly."""
     return HostLauncher(reversed_order=request.param == "reversed")
 
 

@@ -53,6 +53,7 @@ FLAGS = [
     "-ffp-contract=off",  # one rounding per operation, as the twins assume; kernels that want a fused one say fmaf
     *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-ftrivial-auto-var-init=pattern"),
 ]
+RUNTIME_FLAGS = ["-O2", LINES]  # every launch runs it
 SANITIZER_FLAGS = [
     *("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer", LINES),
     "-Og",  # few launches each: a decode kernel takes 0.8 CPU s to compile and not 1.4
@@ -224,7 +225,7 @@ def common() -> tuple[list[str], str]:
     """Flags of every kernel, and a text of all that they and the headers decide."""
     flags = [*FLAGS, *(SANITIZER_FLAGS if SANITIZE else ()), f"-I{HERE}"]
     texts = [(HERE / name).read_text(encoding="utf-8") for name in (*HEADERS, *RUNTIME)]
-    return flags, "\0".join([compiler()[1], *flags, *texts])
+    return flags, "\0".join([compiler()[1], *flags, *RUNTIME_FLAGS, *texts])
 
 
 @cache
@@ -247,8 +248,7 @@ def runtime() -> list[Path]:
     flags, key = common()
     objects = [CACHE / f"{Path(name).stem}-{digest(key)}.o" for name in RUNTIME]
     for name, path in zip(RUNTIME, objects, strict=True):
-        # -O2: every launch runs it.
-        command: list[str | Path] = [*flags, "-O2", LINES, "-c", HERE / name]
+        command: list[str | Path] = [*flags, *RUNTIME_FLAGS, "-c", HERE / name]
         make_once(path, partial(compile_to, arguments=command, what=name))
     return objects
 

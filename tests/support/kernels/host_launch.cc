@@ -1,5 +1,5 @@
-// What runs a launch: fibers, what ends it (errors of the emulation, signals, AddressSanitizer), memory and the order of
-// threads. See host_cuda.h.
+// The run of a launch: fibers, memory, the order of threads, and all that ends it (errors of the emulation, signals,
+// AddressSanitizer). See host_cuda.h.
 #include <dlfcn.h>
 #include <signal.h>
 #include <sys/mman.h>

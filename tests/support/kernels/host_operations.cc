@@ -1,4 +1,4 @@
-// What the built-in functions and PTX wrappers of host_builtins.h and host_sm90a.h do once all their lanes are there.
+// The work of the built-in functions and PTX wrappers of host_builtins.h and host_sm90a.h, once all their lanes are there.
 #include "host_fibers.h"
 
 namespace host_run {
