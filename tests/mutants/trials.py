@@ -127,8 +127,19 @@ class Tree:
         os.chdir(self.root)
         # A file that is compiled with one mutation would be taken for the same file with the next one.
         sys.dont_write_bytecode = not compiles
-        # Random histories: more than in every run, since no other run will look at this mutation.
+        # More random histories than in other runs, and the nightly ones: no other run will look at this mutation.
         os.environ.setdefault("PAGEKV_TEST_EXAMPLES", "150")
-        options = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        options = [
+            "-m",
+            "not kernels and not long",
+            "-x",
+            "-q",
+            "--no-header",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+        ]
         options += ["--hypothesis-seed=0", "--hypothesis-profile=first-failure", f"--timeout={SILENT_S}"]
         return int(pytest.main([*options, *tests]))
