@@ -42,11 +42,13 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Without the garbage collector, which finds next to nothing while modules are imported and ten thousand tests are
-    listed, and would look at all of them again in every full collection of a test. And torch is imported with threads
-    that do not spin while they wait: tests are more than cores. Processes that tests start wait as they do for users.
+    listed, and would look at all of them again in every full collection of a test.
     """
     with paused_collector(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "passive"))
+        if "OMP_WAIT_POLICY" not in os.environ:
+            # Read when torch is imported: its threads in this process sleep when they wait, because tests are more than
+            # cores. Processes that tests start later wait as they do for users.
+            patch.setenv("OMP_WAIT_POLICY", "passive")
         return (yield)
 
 

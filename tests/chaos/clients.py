@@ -191,7 +191,8 @@ class Clients:
 
 
 async def undisturbed(stack: Stack, specs: list[Spec]) -> list[Answers]:
-    """The answer to each request when nothing happens: some at once, as one alone takes as many steps."""
+    """The answer to each request when nothing happens: eight at a time, which take hardly more steps than
+    one."""
     async with aio_channel(stack.target, stack.callers, channel_options(stack.target)) as channel:
         stub: object = pb_grpc.InferenceServiceStub(channel)
         inference = cast("pb_grpc.InferenceServiceAsyncStub", stub)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Process]:
-    """For one manager after the other."""
+    """An executor that serves one manager after the other."""
     with running_executor(ORACLE, gated=True) as process:
         yield process
 

@@ -26,7 +26,7 @@ SMALL = ["--num-device-blocks", "96", "--block-size", "4", "--max-batch-tokens",
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Process]:
-    """For one manager after the other."""
+    """An executor that serves one manager after the other."""
     with running_executor(ORACLE, gated=True) as process:
         yield process
 

@@ -31,7 +31,7 @@ async def one_at_a_time(caller: Caller, requests: list[pb.GenerateRequest]) -> l
 @pytest.mark.parametrize("backend", ["oracle", pytest.param("cpu", marks=pytest.mark.long)])
 def test_64_concurrent_calls_equal_one_at_a_time(backend: str, request: pytest.FixtureRequest) -> None:
     stack: Stack = request.getfixturevalue(f"{backend}_stack")
-    # A model takes its time for each token, and for each call alone: of its 64 calls every fourth.
+    # A real model is slow: its prompts are shorter, and every fourth of its calls is repeated alone.
     longest, step = (300, 1) if backend == "oracle" else (100, 4)
 
     async def run() -> None:

@@ -29,7 +29,7 @@ async def health(target: str) -> int:
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Process]:
-    """For one manager after the other."""
+    """An executor that serves one manager after the other."""
     with running_executor(ORACLE, gated=True) as process:
         yield process
         assert process.stop() == 0
@@ -81,13 +81,15 @@ def test_a_hung_executor_is_fenced_and_work_resumes(executor: Process) -> None:
         async def run() -> list[int]:
             async with Caller(stack.target) as caller:
                 assert stack.executor.popen is not None
-                with stack.gate.shut():
-                    stack.gate.let_through(10)
-                    stream = asyncio.create_task(caller.generate(request_for([1, 2], 100, ignore_eos=True)))
-                    await caller.stats_when(lambda stats: stats.requests_total == 1)
-                    stack.executor.popen.send_signal(signal.SIGSTOP)
-                    await caller.stats_when(lambda stats: not stats.executor_attached)
-                stack.executor.popen.send_signal(signal.SIGCONT)
+                try:
+                    with stack.gate.shut():
+                        stack.gate.let_through(10)
+                        stream = asyncio.create_task(caller.generate(request_for([1, 2], 100, ignore_eos=True)))
+                        await caller.stats_when(lambda stats: stats.requests_total == 1)
+                        stack.executor.popen.send_signal(signal.SIGSTOP)
+                        await caller.stats_when(lambda stats: not stats.executor_attached)
+                finally:
+                    stack.executor.popen.send_signal(signal.SIGCONT)
                 result = await stream
                 again = await caller.generate(request_for([1, 2], 100, ignore_eos=True))
                 assert result.tokens == again.tokens

@@ -373,11 +373,12 @@ def test_the_link_has_a_certificate_of_its_own_where_clients_need_no_tls(tmp_pat
 
 # A manager for each list of flags, one after the other; they are forked, because most of a start is imports.
 MANAGERS = """
-import json, os, sys
+import json, os, signal, sys
 from pagekv.kvmanager.server import main
 
 for flags in json.loads(sys.argv[1]):
     if not (pid := os.fork()):
+        signal.alarm(100)  # ends one that serves
         sys.exit(main(["--listen=127.0.0.1:0", *flags]))
     print("ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=sys.stderr, flush=True)
 """

@@ -250,7 +250,7 @@ def test_a_rank_that_fails_alone_ends_the_start_of_all(
 
 @contextmanager
 def served_group(backend: Sequence[str], fails: str, directory: Path) -> Iterator[Stack]:
-    """A rank fails so while there is a file `failing`."""
+    """Two ranks and a manager. `fails` names a rank and the place where it fails while there is a file `failing`."""
     failing, step_timeout = str(directory / "failing"), ["--step-timeout-s", f"{STEP_TIMEOUT_S}"]
     with (
         running_group("failing_rank", [*backend, *WAITS], directory, FAILS=fails, FAILING=failing) as executor,
@@ -261,7 +261,7 @@ def served_group(backend: Sequence[str], fails: str, directory: Path) -> Iterato
 
 @pytest.fixture(scope="module")
 def patient_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Of a model whose files can be taken away. Rank 1 fails while there is a file `failing`."""
+    """Two ranks of a model whose files can be taken away. Rank 1 fails while there is a file `failing`."""
     directory = tmp_path_factory.mktemp("patient_group")
     model = directory / "model"
     model.mkdir()
@@ -272,7 +272,7 @@ def patient_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def check_starts_anew(group: Stack) -> None:
-    """The memory that a rank lacks was there once."""
+    """Streams go on after a rank is killed and lacks memory when it starts anew, which was there once."""
     failing, log = group.executor.directory / "failing", group.executor.log
 
     def fault(pids: dict[int, int]) -> None:

@@ -35,7 +35,9 @@ class Rank:
     def output(self) -> str:
         """Its output, once it has ended."""
         self.process.join(WAIT_S)
-        return self.said.read_text()
+        said = self.said.read_text()
+        assert self.process.exitcode is not None, f"it runs on: {said}"
+        return said
 
 
 @contextmanager
@@ -47,7 +49,8 @@ def ranks_running(code: str, size: int) -> Iterator[list[Rank]]:
         env = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = []
         for rank in range(size):
-            given = (code, {**env, "RANK": str(rank)}, said := Path(folder, str(rank)))
+            said = Path(folder, str(rank))
+            given = (code, {**env, "RANK": str(rank)}, said)
             ranks.append(Rank(fork_context().Process(target=run_rank, args=given, daemon=True), said))
         try:
             for each in ranks:

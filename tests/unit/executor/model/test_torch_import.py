@@ -65,7 +65,7 @@ for name in sys.argv[2:]:
 """
 
 
-# Of all models, after a change of torch or transformers: the quick ones have every way that an import takes here.
+# All models every night, where a new torch or transformers shows: the quick ones have every way that an import takes.
 @pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.nightly)], ids=["quick", "all"])
 def test_models_are_the_same_with_and_without_them(tmp_path: Path, names: tuple[str, ...]) -> None:
     order = [*(name for name in names if name != TAKES_THEM), TAKES_THEM]
@@ -95,6 +95,14 @@ def test_all_of_torch_works_afterwards(first: tuple[str, ...]) -> None:
         [sys.executable, "-c", ALL_WORKS, *first], env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store"])
+def test_each_module_of_the_circle_has_the_finder(name: str, modules: dict[str, ModuleType]) -> None:
+    assert "torch._meta_registrations" not in modules
+    spec = torch_import._MetaKernelsFirst().find_spec(name)
+    assert spec is not None
+    assert isinstance(spec.loader, torch_import._MetaKernelsFirst)
 
 
 @pytest.fixture

@@ -115,8 +115,8 @@ def seen(costs_us: tuple[float, float, float], flooders: int, *, together: bool 
     return FloodedEngine(costs_us, flooders, together=together).run(settle_s=4, seconds=12)
 
 
-# A small model on a CPU, on two machines; and a large one on a GPU, on paper. The second machine differs from the first
-# by a factor alone, and takes twice as many steps.
+# A small model on a CPU, on two machines; and a large one on a GPU, on paper. The second machine is quicker and
+# takes twice as many steps.
 @pytest.mark.parametrize(
     "costs_us",
     [(3600, 300, 120), pytest.param((1300, 170, 48), marks=pytest.mark.nightly), (10_000, 20, 60)],
