@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from support.clients import tls_on
-from support.clients.stack import CPU, ORACLE, Stack, running_stack
+from support.clients.stack import CPU, ORACLE, Process, Stack, running_executor, running_stack
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,14 @@ def cpu_stack() -> Iterator[Stack]:
     """Manager and torch executor with the demo model."""
     with running_stack(CPU) as stack:
         yield stack
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Process]:
+    """An oracle executor with a gate before its steps, which serves one manager after the other and ends when told."""
+    with running_executor(ORACLE, gated=True) as process:
+        yield process
+        assert process.stop() == 0
 
 
 @pytest.fixture(scope="session", autouse=tls_on.ASKED_FOR)

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.clients.calls import Caller, Result, request_for
 from support.clients.gate import at_once, standing
-from support.clients.stack import ORACLE, Process, Stack, running_executor, running_manager
+from support.clients.stack import Process, Stack, running_manager
 from support.executor.wire_driver import expected_output, expected_results
 
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -21,13 +20,6 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[Process]:
-    """An executor that serves one manager after the other."""
-    with running_executor(ORACLE, gated=True) as process:
-        yield process
 
 
 def search(number: int, max_tokens: int, width: int = 4, n: int = 4, **sampling: Any) -> pb.GenerateRequest:

@@ -6,14 +6,13 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 from support.clients import everything_on
 from support.clients.calls import Caller, request_for
 from support.clients.gate import at_once, standing
-from support.clients.stack import ORACLE, Process, Stack, running_executor, running_manager, running_stack
+from support.clients.stack import ORACLE, Process, Stack, running_manager, running_stack
 
 from pagekv.client import AsyncPageKVClient, BlockStored, FailedPrecondition, LimitExceeded, TableReplica
 from pagekv.client.cli.main import main
@@ -22,13 +21,6 @@ from pagekv.client.errors import PageKVError
 pytestmark = pytest.mark.e2e
 
 SMALL = ["--num-device-blocks", "96", "--block-size", "4", "--max-batch-tokens", "64"]
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[Process]:
-    """An executor that serves one manager after the other."""
-    with running_executor(ORACLE, gated=True) as process:
-        yield process
 
 
 async def stored(client: AsyncPageKVClient) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -12,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.calls import Caller, Result, request_for
 from support.clients.gate import standing
-from support.clients.stack import ORACLE, Process, Stack, running_executor, running_manager
+from support.clients.stack import Process, Stack, running_manager
 from support.waiting import wait_until
 
 from pagekv.client.errors import Draining, from_rpc_error
@@ -25,14 +24,6 @@ async def health(target: str) -> int:
     async with grpc.aio.insecure_channel(target) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=120)
         return int(answer.status)
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[Process]:
-    """An executor that serves one manager after the other."""
-    with running_executor(ORACLE, gated=True) as process:
-        yield process
-        assert process.stop() == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])

@@ -288,11 +288,12 @@ def running_stack(
 def running_manager(
     executor: Process, args: Sequence[str] = (), *, credentials: grpc.ChannelCredentials | None = None
 ) -> Iterator[Stack]:
-    """A manager that serves over an executor which no other drives; several may follow each other. `credentials`: for
-    TLS.
+    """A manager that serves over an executor which no other drives; several may follow each other, each with a log of
+    its own. `credentials`: for TLS.
     """
     command = ["--executor", executor.target, *args]
-    manager = Process(MANAGER, command, executor.directory, credentials=credentials)
+    directory = Path(tempfile.mkdtemp(prefix="manager-", dir=executor.directory))
+    manager = Process(MANAGER, command, directory, credentials=credentials)
     try:
         manager.start()
         manager.wait_serving()
