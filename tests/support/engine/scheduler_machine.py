@@ -23,7 +23,7 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
-from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, SeqStatus
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
 MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]
@@ -84,8 +84,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.set_tenants(shares)
         # Sequences that were ended from outside, and all of a request: (request, index), (request, -1).
         self.stopped: set[tuple[int, int]] = set()
-        # Sequences that held blocks when the table was cleared.
-        self.unfindable: set[Seq] = set()
         # Pins, some of which may have ended with the memory they held.
         self.pinned: list[str] = []
 
@@ -197,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A forced reset of the prefix cache."""
         self.driver.scheduler.preempt_all()
         self.driver.pins.end_all()
-        self.clear()
+        self.driver.scheduler.clear_prefix_cache()
 
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data())
@@ -228,10 +226,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         """As with `force`: what drains keeps its blocks, which nobody finds any more."""
         self.driver.scheduler.preempt_all()
-        self.clear()
-
-    def clear(self) -> None:
-        self.unfindable |= {s for request in self.driver.requests for s in request.sequences if s.state in HOLDING}
         self.driver.scheduler.clear_prefix_cache()
 
     @rule()
@@ -245,7 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in self.driver.requests:
                 _check_sharing(self.driver, request)
                 _check_digests(self.driver, request)
-                _check_published(self.driver, request, self.unfindable)
+                _check_published(self.driver, request)
             limits = self.driver.scheduler.limits
             assert self.driver.executor.largest_step <= limits.max_batch_tokens
 
@@ -293,7 +287,7 @@ def _check_sharing(driver: Driver, request: LiveRequest) -> None:
         assert all(table == tables[0] for table in tables)
 
 
-def _check_published(driver: Driver, request: LiveRequest, unfindable: set[Seq]) -> None:
+def _check_published(driver: Driver, request: LiveRequest) -> None:
     """Each block that a sequence hit or published is in the table, in its own blocks or in equal ones that
     others hold, however often blocks are evicted.
     """
@@ -301,7 +295,7 @@ def _check_published(driver: Driver, request: LiveRequest, unfindable: set[Seq])
         return
     size, table, ref_counts = driver.block_size, driver.pool.table, driver.pool.ref_counts
     for sequence in request.sequences:
-        if sequence.state not in HOLDING or not sequence.publishes or sequence in unfindable:
+        if sequence.state not in HOLDING or not sequence.publishes:
             continue
         if sequence in driver.scheduler._running.shared_prefill._leads:
             continue  # another one has yet to compute, and publish, what the sequence counts as published

@@ -1,8 +1,8 @@
 """Admission into the running order: forks, the waiting queue, and sequences of a request that return together.
 
 Preempted sequences of one request are admitted together and share again the blocks that they shared before, unless they
-do not fit together. Beams wait for blocks as one large sequence does (DESIGN 5, "A request returns whole where it
-fits").
+do not fit together. Beams wait for blocks as one large sequence does (DESIGN 5, "A preempted request returns whole if
+it fits").
 """
 
 from __future__ import annotations

@@ -302,6 +302,7 @@ class BlockTables:
                     self.room.copies.add(CopyKind.COPY, [parent.block_table[index]], [child.block_table[index]])
             child.digests = parent.digests[: count // size]
             child.num_computed = count
+            child.publishes = parent.publishes
             child.num_published = min(parent.num_published, shared)
         return True
 

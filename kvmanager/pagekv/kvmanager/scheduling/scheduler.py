@@ -265,7 +265,7 @@ class Scheduler:
         return preempts
 
     def _allocate_one_by_one(self, sequences: list[Seq]) -> dict[Seq, int]:
-        """Allocates a block for each of these sequences, in running order, so that no sequence of another request is
+        """Allocates a block for each of these sequences, in running order, so that of one tenant's requests none is
         preempted after it got its block. Returns the sequences that still run in the end, with their blocks.
         """
         found: dict[Seq, int] = {}
@@ -274,7 +274,7 @@ class Scheduler:
             if block >= 0:
                 found[sequence] = block
         for sequence in [sequence for sequence in found if sequence.state is not SeqStatus.RUNNING]:
-            # Another sequence of its request found no block, so both were preempted.
+            # Preempted since: with its request, of which another sequence found no block, or for another tenant.
             self.pool.free(np.array([found.pop(sequence)], np.int32))
         return found
 
@@ -359,8 +359,15 @@ class Scheduler:
         self.preemption.preempt_all()
 
     def clear_prefix_cache(self) -> int:
-        """Empties both tiers of the prefix cache; returns how many device blocks it had. Held blocks stay held."""
+        """Empties both tiers of the prefix cache; returns how many device blocks it had. Held blocks stay held, and
+        never come back under their digests.
+        """
         self._listener.clearing_cache()
+        for sequence in self._running.order:
+            sequence.publishes = False
+        for sequence in self.waiting:
+            if sequence.swapped is not None:
+                sequence.publishes = False
         self.host.clear()
         return self.pool.clear_prefix_table()
 

@@ -137,6 +137,30 @@ def test_a_sequence_that_a_reset_met_publishes_again_what_it_computes_again(swap
     assert output(met) == expect(PROMPT, 30)
 
 
+@pytest.mark.parametrize("first", ["preempts", "clears"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_blocks_kept_in_the_host_pool_never_come_back_under_their_digests(first: str, waits: bool) -> None:
+    """As an operator resets: all are preempted, then the cache is emptied; or both before a sequence is back."""
+    driver = Driver(block_size=4, depth=1, host_blocks=32, preemption="swap")
+    met = driver.submit(PROMPT, max_tokens=30)
+    for _ in range(6):
+        driver.step()
+    if first == "clears":
+        driver.scheduler.clear_prefix_cache()
+    driver.scheduler.preempt_all()
+    assert met.sequences[0].swapped is not None
+    if first == "preempts" or waits:
+        driver.scheduler.clear_prefix_cache()
+    driver.drain()
+    assert output(met) == expect(PROMPT, 30)
+    assert driver.pool.num_published == driver.host.num_cached == 0
+    # Others compute it anew.
+    again = driver.submit(known(met), max_tokens=1)
+    driver.drain()
+    assert again.sequences[0].cached_tokens == 0
+    assert driver.pool.num_published == len(known(met)) // 4
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_after_every_plan_what_is_known_and_computed_is_published(block_size: int, depth: int) -> None:
