@@ -111,6 +111,49 @@ def test_whoever_hit_its_blocks_meanwhile_computes_them_anew(delay: int, partial
     assert cached(driver, [*common, 63]) == 16
 
 
+@pytest.mark.parametrize("width", [0, 2])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_reader_that_fails_for_what_it_hit_is_computed_anew(delay: int, width: int) -> None:
+    """It is not to blame: the block that it read is void."""
+    driver = FailingDriver(max_batch_tokens=100)
+    common = list(range(10, 26))
+    reader = (*common, 60, 61)
+    fails, infected = driver.executor.fails, {reader}
+
+    def fails_once(prefix: tuple[int, ...]) -> bool:
+        once = prefix in infected
+        infected.discard(prefix)
+        return once or bool(fails(prefix))
+
+    driver.executor.fails = fails_once
+    bad = driver.submit([*common, BAD], max_tokens=8)
+    if delay:
+        driver.plan()
+    alike = driver.submit(list(reader), max_tokens=8, beam_width=width, n=width or 1)
+    driver.drain()
+    assert not infected
+    assert driver.failed == [bad]
+    assert alike.sequences[0].preemptions >= 1
+    if width:
+        assert alike.search is not None
+        fresh = Driver().submit(list(reader), max_tokens=8, beam_width=width, n=width)
+        assert fresh.search is not None
+        assert results(alike) == [list(tokens) for tokens in expected_beams(list(reader), fresh.search, VOCAB)]
+    else:
+        assert right(alike)
+    assert cached(driver, [*common, 63]) == 16
+
+
+def test_of_prompts_that_always_fail_each_ends() -> None:
+    """Though each but the first begins as one that fails in the same step."""
+    driver = FailingDriver(max_batch_tokens=1000, num_blocks=256)
+    prompts = [[*range(10, 10 + 4 * count), BAD] for count in (6, 4, 5, 5, 2)]
+    bad = [driver.submit(prompt, max_tokens=8) for prompt in prompts]
+    driver.drain()
+    assert sorted(driver.failed, key=id) == sorted(bad, key=id)
+    assert driver.pool.num_published == 0
+
+
 def test_a_sequence_that_was_aborted_before_its_step_failed() -> None:
     driver = FailingDriver()
     bad = driver.submit([*range(8), BAD], max_tokens=8)
