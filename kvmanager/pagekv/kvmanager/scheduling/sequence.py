@@ -211,6 +211,7 @@ class Seq:
             digests=self.digests[:],
             num_lent=len(self.digests),
             cached_tokens=self.cached_tokens,
+            num_charged=self.num_charged,
             preemptions=self.preemptions,
         )
 

@@ -55,7 +55,9 @@ def test_a_branch_has_the_same_past_and_holds_nothing() -> None:
     driver = Driver(depth=1)
     (sequence,) = driver.submit([1, 2, 3, 4, 5], max_tokens=9).sequences
     driver.step()
+    sequence.num_charged = 5
     child = sequence.branch(7)
+    assert child.num_charged == 5
     assert (child.token_ids, child.digests, child.key[:2]) == (sequence.token_ids, sequence.digests, sequence.key[:2])
     assert (child.index, child.seq_id, child.num_computed, len(child.block_table)) == (7, NO_SEQ_ID, 0, 0)
     child.token_ids.append(1)
