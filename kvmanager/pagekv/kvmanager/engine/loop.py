@@ -361,7 +361,8 @@ class EngineLoop:
         try:
             entering = self._long_prompts.num_entering
             own = entering[command.tenant.name]
-            check_admissible(command, self._state, entering.total - counted, own - counted)
+            calls = self._long_prompts.num_calls[command.tenant.name] - (counted > 0)
+            check_admissible(command, self._state, entering.total - counted, own - counted, calls)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()

@@ -44,8 +44,8 @@ class FailedSteps:
         self._attempts: dict[LiveRequest, float] = {}
 
     def count(self, plan: StepPlan, running: Iterable[Seq], fault: Fault) -> list[LiveRequest]:
-        """Counts a failed attempt for the requests in the step, whose sequences are among `running`. Removes and
-        returns the requests that have no attempts left.
+        """Counts a failed attempt for the requests in the step, whose sequences are among `running`; a sequence that
+        entered later must not be. Removes and returns the requests that have no attempts left.
         """
         took_part = {*plan.sampling.tolist(), *(new.seq_id for new in plan.new)}
         for seq_id, tokens in zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True):

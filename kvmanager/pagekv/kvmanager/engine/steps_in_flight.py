@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from pagekv.kvmanager.engine.answer_check import AnswerCheck
 from pagekv.kvmanager.engine.recovery import WrongAnswer
+from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
@@ -30,6 +32,12 @@ class StepsInFlight:
     def oldest(self) -> StepPlan | None:
         """The step whose answer is due; None when nothing is in flight."""
         return self._plans[0] if self._plans else None
+
+    def entering_later(self) -> set[Seq]:
+        """The sequences that enter the executor with a step behind the oldest. One of them may have the id of a
+        sequence of the oldest step that has ended since.
+        """
+        return {new.sequence for plan in islice(self._plans, 1, None) for new in plan.new}
 
     def add(self, plan: StepPlan) -> None:
         """Adds a step that is about to be sent."""

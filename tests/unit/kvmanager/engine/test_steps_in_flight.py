@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from support.clock import Clock
+from support.engine.tables_alone import sequence_of
 
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
-from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan, StepResult
 
 
 def plan(num_tokens: int) -> StepPlan:
@@ -31,6 +34,17 @@ def test_answers_are_due_in_order_and_with_all_tokens() -> None:
     assert steps.answered(result(1, 3))[0] is steps.oldest is first
     steps.pop()
     assert steps.answered(result(2, 1))[0] is second
+
+
+def test_sequences_that_enter_behind_the_oldest_step() -> None:
+    steps = StepsInFlight()
+    assert steps.entering_later() == set()
+    sequences = [sequence_of([1]) for _ in range(2)]
+    for sequence in sequences:
+        steps.add(StepPlan(new=[NewSeq(sequence, 5, array("I", [1]), array("i"), 0)], num_tokens=1))
+    assert steps.entering_later() == {sequences[1]}
+    steps.pop()
+    assert steps.entering_later() == set()
 
 
 def test_a_step_sent_ahead_waits_without_its_time_running() -> None:
