@@ -11,12 +11,12 @@ from pagekv.kvmanager.request.command import GenerateCommand
 
 
 def check_admissible(
-    command: GenerateCommand, state: EngineState, num_entering: int = 0, own_entering: int = 0
+    command: GenerateCommand, state: EngineState, num_entering: int = 0, own_entering: int = 0, own_calls: int = 0
 ) -> None:
     """Checks whether a request may enter the queue. `num_entering`: sequences of other requests that are still being
-    prepared, and count as waiting; `own_entering`: those of the same tenant among them. Raises AlreadyExists,
-    Overloaded, Unavailable, InvalidRequest if the request can never fit, or LimitExceeded if it cannot fit beside
-    pinned blocks, or exceeds its tenant's limits.
+    prepared, and count as waiting; `own_entering`: those of the same tenant among them, in `own_calls` requests. Raises
+    AlreadyExists, Overloaded, Unavailable, InvalidRequest if the request can never fit, or LimitExceeded if it cannot
+    fit beside pinned blocks, or exceeds its tenant's limits.
     """
     if state.draining:
         raise draining()
@@ -43,7 +43,7 @@ def check_admissible(
         raise InvalidRequest(
             "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
         )
-    _check_tenant(command, state, model)
+    _check_tenant(command, state, model, own_calls)
     state.cache.check_room(blocks_needed(total, model.block_size, width), command.tenant.number)
     _check_queue(command, state, num_entering, own_entering)
 
@@ -82,7 +82,7 @@ def _count_refusal(command: GenerateCommand, state: EngineState, limit: str) -> 
         account.usage.refusals[limit] += 1
 
 
-def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInfo) -> None:
+def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInfo, own_calls: int) -> None:
     """Raises Overloaded and LimitExceeded if the request exceeds what its tenant may have now."""
     if not command.tenant.name:
         return
@@ -93,4 +93,5 @@ def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInf
     account.check_count("max_blocks", 0, needed)
     if account.limits.max_waiting is not None:
         running = state.serving().num_running_requests(command.tenant.number)
-        account.check_count("max_waiting", max(0, account.live - running), retry_delay_s=RETRY_DELAY_S)
+        waiting = max(0, account.live - running) + own_calls
+        account.check_count("max_waiting", waiting, retry_delay_s=RETRY_DELAY_S)

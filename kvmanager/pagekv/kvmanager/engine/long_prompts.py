@@ -24,15 +24,19 @@ class LongPrompts:
         self.turns = TenantTurns()
         # Sequences of the calls that have a turn or wait for one, by tenant.
         self.num_entering: TenantCounts[str] = TenantCounts()
+        # These calls, by tenant.
+        self.num_calls: TenantCounts[str] = TenantCounts()
 
     @contextmanager
     def entering(self, tenant: str, num_sequences: int) -> Iterator[None]:
-        """Counts the sequences of a call as entering meanwhile."""
+        """Counts a call and its sequences as entering meanwhile."""
         self.num_entering.add(tenant, num_sequences)
+        self.num_calls.add(tenant, 1)
         try:
             yield
         finally:
             self.num_entering.add(tenant, -num_sequences)
+            self.num_calls.add(tenant, -1)
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

@@ -269,7 +269,9 @@ class EngineLoop:
         plan = self._in_flight.oldest
         if plan is None or fault is Fault.NONE:
             return
-        for request in self._failed.count(plan, self._state.serving().running, fault):
+        later = self._in_flight.entering_later()
+        running = [sequence for sequence in self._state.serving().running if sequence not in later]
+        for request in self._failed.count(plan, running, fault):
             error = self._failed.error(request)
             log.error("gave up a request", reason=error)
             self._ends.fail(request, error)

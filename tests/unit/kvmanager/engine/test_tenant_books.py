@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pagekv.common.errors import AlreadyExists, LimitExceeded, Overloaded
 from pagekv.kvmanager.access.toml_file import TomlFileError
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.scheduling import prepared_prompt
 from pagekv.kvmanager.tenants.accounts import Accounts
 
 
@@ -140,6 +142,24 @@ def test_limits_of_a_tenant(tmp_path: Path) -> None:
             await read(stream)
         refusals = {name: dict(accounts.of(name).usage.refusals) for name in ("few", "slow", "small")}
         assert refusals == {"few": {"max_waiting": 1}, "slow": {"tokens_per_minute": 1}, "small": {"max_blocks": 1}}
+
+    engine_harness.run(body, accounts=accounts)
+
+
+def test_long_prompts_on_their_way_into_the_engine_wait_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_prompt, "SLICE_BLOCKS", 2)
+    accounts, long = accounts_of(tmp_path, "[tenants.few]\nmax_waiting = 2\n[tenants.others]\n"), [*range(1, 42)]
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        calls = [asyncio.create_task(engine.queue(of(accounts, "few", str(at), long, n=2))) for at in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="max_waiting: your tenant has 2 of at most 2, and asked for 1 more"):
+            await engine.queue(of(accounts, "few", "more", [1]))
+        other = await engine.queue(of(accounts, "others", "a", [1]))
+        for stream in (*[await call for call in calls], other):
+            await read(stream)
+            engine.release(stream)
+        engine.release(await engine.queue(of(accounts, "few", "later", [1])))
 
     engine_harness.run(body, accounts=accounts)
 
