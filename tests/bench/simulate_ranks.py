@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from pagekv.executor.backend.interface import MAX_LOGPROBS
 from pagekv.executor.ranks.leader import Leader
 from pagekv.executor.ranks.link import Kind, RankLink
 from pagekv.executor.ranks.reports import RankReport
@@ -114,7 +115,7 @@ def measured_us(ranks: int, sequences: int, steps: int = 200) -> tuple[float, fl
         answer_all([theirs for _, theirs in pairs])
         os._exit(0)
     leader = Leader(RankWatch({rank: RankLink(ours) for rank, (ours, _) in enumerate(pairs, 1)}, 600.0))
-    limits = EpochLimits(BLOCK_SIZE, 10**6, 0, 2**17, 2**17, sequences, frozenset())
+    limits = EpochLimits(BLOCK_SIZE, 10**6, 0, 2**17, 2**17, sequences, MAX_LOGPROBS, frozenset())
     whole, sending = [], []
     for number in range(1, steps + 1):
         message = step_message(number, sequences)

@@ -34,7 +34,7 @@ def run_with_broken(
     """
     backend.allocate(4, 32, 0)
     backend.cache.device.fill_(0)
-    epoch = Epoch(1, "m", EpochLimits(4, 32, 0, VOCAB, 256, 4, ALL_FEATURES), backend)
+    epoch = Epoch(1, "m", EpochLimits(4, 32, 0, VOCAB, 256, 4, 128, ALL_FEATURES), backend)
     base, first, second, last = prompts_of([10, 7, 5, 6])
     step = Step(1, 1, new_seqs=[new_sequence(9, base, [8, 9, 10])], scheduled_seqs=[9], scheduled_tokens=[10])
     reports = [epoch.launch(step).collect()]

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagekv.executor.backend.interface import (
     LAYOUT,
+    MAX_LOGPROBS,
     BackendFeature,
     BlockCopies,
     CopyDirection,
@@ -84,7 +85,7 @@ class World:
         )
         self.backend.allocate(block_size, num_device_blocks, num_host_blocks)
         limits = EpochLimits(
-            block_size, num_device_blocks, num_host_blocks, VOCAB, max_model_len, max_sequences, features
+            block_size, num_device_blocks, num_host_blocks, VOCAB, max_model_len, max_sequences, MAX_LOGPROBS, features
         )
         self.epoch = Epoch(EPOCH, "test", limits, self.backend)
 

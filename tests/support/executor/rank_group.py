@@ -22,7 +22,7 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 # Bounds a hang alone.
 TIMEOUT_S = 120.0
 MODEL = OracleModel(vocab_size=64, max_model_len=256)
-LIMITS = EpochLimits(4, 20, 0, 64, 256, 8, ALL_FEATURES)
+LIMITS = EpochLimits(4, 20, 0, 64, 256, 8, 128, ALL_FEATURES)
 
 
 def message(number: int, epoch: int = 5) -> pb.StepRequest:

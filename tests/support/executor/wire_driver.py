@@ -14,7 +14,7 @@ from support.executor.executor_steps import ALL_FEATURES
 from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
 from support.executor.rank_group import RankGroup, rank_group
 
-from pagekv.executor.backend.interface import Backend, SequenceState
+from pagekv.executor.backend.interface import MAX_LOGPROBS, Backend, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.oracle.reference import likeliest
 from pagekv.executor.rpc import wire as executor_wire
@@ -50,7 +50,9 @@ class WireExecutor:
         if backend is None:
             backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
         backend.allocate(block_size, num_blocks, host_blocks)
-        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences, ALL_FEATURES)
+        limits = EpochLimits(
+            block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences, MAX_LOGPROBS, ALL_FEATURES
+        )
         self.epoch = Epoch(EPOCH, "test", limits, backend)
         self._eos = eos
         self._sent: deque[bytes] = deque()

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Collection, Sequence
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.backend.interface import MAX_LOGPROBS, BackendFeature, Sampling
+from pagekv.executor.backend.interface import BackendFeature, Sampling
 
 MAX_BIASES = 1024
 # A model's own end-of-sequence ids and at most 64 stop ids of a request.
@@ -61,7 +61,7 @@ def check_distinct(path: str, blocks: Sequence[int], rule: str) -> None:
         raise InvalidRequest(f"{path}[{index}]", f"names block {block} twice", rule)
 
 
-def check_sampling(path: str, sampling: Sampling, vocab_size: int, max_model_len: int) -> None:
+def check_sampling(path: str, sampling: Sampling, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
     """Every field must be within its bounds; `path` is the path of the message."""
     for name, low, high in (
         ("temperature", 0, 100),
@@ -74,7 +74,7 @@ def check_sampling(path: str, sampling: Sampling, vocab_size: int, max_model_len
         ("min_tokens", 0, max_model_len),
     ):
         check_range(f"{path}.{name}", getattr(sampling, name), low, high, "R18")
-    check_range(f"{path}.logprobs", sampling.logprobs or 0, 0, MAX_LOGPROBS, "R18")
+    check_range(f"{path}.logprobs", sampling.logprobs or 0, 0, max_logprobs, "R18")
     for name, value in (("top_p", sampling.top_p), ("repetition_penalty", sampling.repetition_penalty)):
         if value == 0:
             raise InvalidRequest(f"{path}.{name}", f"must be above 0, got {value}", "R18")

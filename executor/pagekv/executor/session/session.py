@@ -167,6 +167,7 @@ class Session:
             vocab_size=description.vocab_size,
             max_model_len=description.max_model_len,
             max_sequences=description.max_sequences,
+            max_logprobs=description.max_logprobs,
             features=order.features,
         )
         self._current = Epoch(

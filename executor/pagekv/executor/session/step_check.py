@@ -38,6 +38,7 @@ class EpochLimits:
     vocab_size: int
     max_model_len: int
     max_sequences: int
+    max_logprobs: int
     features: frozenset[BackendFeature]
 
     @property
@@ -160,7 +161,7 @@ class CheckedStep:
             )
         if new.sampling is NO_SAMPLING:
             raise InvalidRequest(f"{path}.sampling", "must be set", "R18")
-        check_sampling(f"{path}.sampling", new.sampling, limits.vocab_size, limits.max_model_len)
+        check_sampling(f"{path}.sampling", new.sampling, limits.vocab_size, limits.max_model_len, limits.max_logprobs)
         check_features(f"{path}.sampling", new.sampling, limits.features)
 
     def _appended(self) -> dict[int, dict[int, None]]:

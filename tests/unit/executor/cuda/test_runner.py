@@ -59,7 +59,7 @@ def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
     its id and its blocks."""
     backend = host_backend(llama, max_sequences=1)
     backend.allocate(4, 8, 0)
-    epoch = Epoch(1, "m", EpochLimits(4, 8, 0, 256, 256, 1, ALL_FEATURES), backend)
+    epoch = Epoch(1, "m", EpochLimits(4, 8, 0, 256, 256, 1, 128, ALL_FEATURES), backend)
     prompts = prompts_of([5, 6])
     outputs = []
     step = 0

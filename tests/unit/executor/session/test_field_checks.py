@@ -32,7 +32,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("presence", {"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2, got 2.5"),
     ("frequency", {"frequency_penalty": -INF}, "frequency_penalty", "from -2 to 2"),
     ("min-tokens", {"min_tokens": 65}, "min_tokens", "from 0 to 64, got 65"),
-    ("logprobs", {"logprobs": 129}, "logprobs", "from 0 to 128, got 129"),
+    ("logprobs", {"logprobs": 6}, "logprobs", "from 0 to 5, got 6"),
     ("banned", {"banned_until_min": [0, 512]}, "banned_until_min[1]", "below 512, got 512"),
     ("banned-many", {"banned_until_min": [0] * 1025}, "banned_until_min", "at most 1024"),
     (
@@ -67,7 +67,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
 )
 def test_refused_by_field(fields: dict[str, Any], field: str, part: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_sampling("path", Sampling(**fields), vocab_size=512, max_model_len=64)
+        check_sampling("path", Sampling(**fields), vocab_size=512, max_model_len=64, max_logprobs=5)
     assert caught.value.field == f"path.{field}"
     assert part in str(caught.value)
     assert caught.value.rule == ("R19" if field.partition("[")[0] in LISTS and field != "biases[1]" else "R18")
@@ -77,7 +77,7 @@ def test_bounds_themselves_are_let_through() -> None:
     most = Sampling(100, 1, 512, 1, 10, 2, 2, 2**64 - 1, 63, 64, (511,), (511,), (100.0,), 128)
     least = Sampling(0, 1e-9, 0, 0, 1e-9, -2, -2, 0, 0, 0, (), (0,), (-100.0,), 0)
     for sampling in (Sampling(), most, least):
-        check_sampling("path", sampling, vocab_size=512, max_model_len=64)
+        check_sampling("path", sampling, vocab_size=512, max_model_len=64, max_logprobs=128)
 
 
 @pytest.mark.parametrize("number", [300, 2**31 - 1, 2**31, 2**32 - 1])

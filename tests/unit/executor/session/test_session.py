@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from support.event_loop import run_by
 from support.executor.executor_steps import attach_order, new_sequence
 
-from pagekv.common.errors import FailedPrecondition, StaleEpoch
-from pagekv.executor.backend.interface import Sampled, Scheduled
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, StaleEpoch
+from pagekv.executor.backend.interface import BackendDescription, Sampled, Sampling, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.attach_check import AttachOrder
 from pagekv.executor.session.session import Session
@@ -41,11 +42,15 @@ def order(manager: int, take_over: bool = True) -> AttachOrder:
     return attach_order(f"m{manager}", num_device_blocks=manager, take_over=take_over)
 
 
-def in_session(test: Callable[[Session, Journal], Awaitable[None]], clock_ns: Callable[[], int] | None = None) -> None:
+def in_session(
+    test: Callable[[Session, Journal], Awaitable[None]],
+    clock_ns: Callable[[], int] | None = None,
+    make: Callable[[], Journal] = Journal,
+) -> None:
     async def main() -> None:
         compute = WorkerThread()
         session = Session(compute) if clock_ns is None else Session(compute, clock_ns)
-        backend = Journal()
+        backend = make()
         session.serve(backend)
         async with asyncio.timeout(120):
             await test(session, backend)
@@ -79,6 +84,22 @@ async def test_attaches_at_once_get_different_epochs_and_the_last_one_holds(sess
         await session.submit(session.open_stream(), Step(epochs[0], 1))
     session.close_stream(stream)
     await session.attach(order(3, take_over=False))
+
+
+def test_a_backend_s_own_bound_of_log_probabilities_holds() -> None:
+    class Few(Journal):
+        def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+            return replace(super().describe(block_size, token_budget), max_logprobs=5)
+
+    async def test(session: Session, backend: Journal) -> None:
+        epoch = await session.attach(order(4))
+        stream = session.open_stream()
+        entering = replace(new_sequence(1, [1], [0]), sampling=Sampling(logprobs=6))
+        await session.submit(stream, Step(epoch, 1, new_seqs=[entering]))
+        with pytest.raises(InvalidRequest, match="must be from 0 to 5, got 6"):
+            await anext(stream.reports())
+
+    in_session(test, make=Few)
 
 
 async def feed(session: Session, stream: StepStream, epoch: int, seq_id: int, rng: random.Random) -> None:
