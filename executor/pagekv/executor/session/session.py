@@ -110,7 +110,8 @@ class Session:
 
     async def attach(self, order: AttachOrder) -> int:
         """Allocates the pools and returns the new epoch. Ends the previous epoch only after the order has passed all
-        checks. Raises InvalidRequest, FailedPrecondition, OutOfMemory or Unavailable.
+        checks: its pools are freed before the new ones are allocated, which may fail. Raises InvalidRequest,
+        FailedPrecondition, OutOfMemory or Unavailable.
         """
         backend = self._serving()
         check_order(order)

@@ -33,8 +33,9 @@ Protocol
       such pings with GOAWAY.
   P11 Describe and Attach refuse a field out of its bounds (INVALID_ARGUMENT, the field named) and a field that the
       executor does not know (INVALID_ARGUMENT). Attach also refuses a feature or revision that the executor does not
-      know (FAILED_PRECONDITION) and pools that do not fit (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
-      Describe answers every contract_revision within its bounds.
+      know (FAILED_PRECONDITION) and pools that do not fit (RESOURCE_EXHAUSTED). A refused Attach ends no epoch,
+      unless its pools pass all checks and cannot be allocated all the same. Describe answers every contract_revision
+      within its bounds.
   P12 The fields of DescribeResponse keep the bounds that they name.
   P13 An executor takes steps of 4 MiB, which is gRPC's default limit. Sequences enter whole: a manager serves none
       that is longer, lets sequences wait for the next step rather than send more, and takes results of 256 MiB:
