@@ -3,9 +3,9 @@
 The folder's name is a digest of all sources of this package. Numba itself compares only a function's own file, so it
 would use old code after a change in another file that the function uses.
 
-In that folder each function has its own, named by a digest of the values in its closure and of the processor. If two
-functions shared Numba's index and two processes wrote to it at once, Numba could store the code of one function as that
-of the other. Nobody but the user may write to these folders, because the code is run.
+In that folder each function has its own, named by a digest of its name, the values in its closure and the processor. If
+two functions shared Numba's index and two processes wrote to it at once, Numba could store the code of one function as
+that of the other. Nobody but the user may write to these folders, because the code is run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
     if isinstance(folder, str):
         return compile(work, cache=False)
     values = [cell.cell_contents for cell in work.__closure__ or ()]
-    own = folder / _digest(values)
+    own = folder / _digest((work.__module__, work.__qualname__, values))
     before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(own)
     try:
         return compile(work, cache=True)

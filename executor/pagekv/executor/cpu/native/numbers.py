@@ -16,8 +16,8 @@ from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits
 OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
 # Element types as loops see them. NumPy has no bfloat16, so loops see its bits.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-# Bounds of the argument of `exp`; beyond them, results are outside the normal numbers of float32.
-LEAST, MOST = np.float32(-87.3), np.float32(88.7)
+# Bounds of the argument of `exp`: between them the power of 2 in the result is a normal number of float32.
+LEAST, MOST = np.float32(-87.3), np.float32(88.37)
 
 
 class _Exp(NamedTuple):
