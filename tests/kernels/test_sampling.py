@@ -161,6 +161,8 @@ def check_adjusted(launcher: HostLauncher) -> None:
     """Against the order of the reference: bias, ban, penalties; then the token is counted."""
     vocab_size, rows = 2500, [4, 1]
     logits = torch.stack([random_logits(n, vocab_size, "bfloat16") for n in range(5)])
+    # The first is banned in row 1.
+    logits[1, [17, 40, 41]] = torch.tensor([math.inf, math.inf, -math.inf], dtype=logits.dtype)
     counts = torch.zeros(3, vocab_size, dtype=torch.int32)
     seen = torch.zeros(3, vocab_size, dtype=torch.bool)
     counts[2, :40] = torch.arange(40, dtype=torch.int32) % 3
@@ -190,6 +192,25 @@ def check_adjusted(launcher: HostLauncher) -> None:
     assert int(counts[2].sum()) == before + 1
     assert seen[2, tokens[1]]
     assert not counts[:2].any()
+
+
+def check_no_numbers(launcher: HostLauncher) -> None:
+    """Where a logit that is no number is biased, and banned."""
+    logits = torch.zeros(2, 300)
+    logits[0, 7] = logits[1, 9] = math.nan
+    edits = np.array([(7, 2.0), (7, -math.inf), (9, -math.inf)], EDIT)
+    adjustments = np.array([(0, 0, 2, -1, 1.0, 0.0, 0.0), (1, 2, 1, -1, 1.0, 0.0, 0.0)], ADJUSTMENT)
+    counts, seen = torch.zeros(1, 300, dtype=torch.int32), torch.zeros(1, 300, dtype=torch.bool)
+    out = torch.zeros(2, 300)
+    rows_of, edits_of = (torch.from_numpy(array.view(np.int32).copy()) for array in (adjustments, edits))
+    SamplingKernels(launcher, "float32", 300).adjust(logits, out, rows_of, edits_of, counts, seen)
+    assert out.isnan().nonzero().tolist() == [[0, 7], [1, 9]]
+    tokens, _ = run(launcher, logits, [choice(Sampling(), 0.0, row, adjusted=row) for row in range(2)], out)
+    assert tokens == [-1, -1]
+
+
+def test_a_ban_hides_no_logit_that_is_no_number(launcher: HostLauncher) -> None:
+    check_no_numbers(launcher)
 
 
 @pytest.mark.sanitize
@@ -323,19 +344,27 @@ FAULTS = [
     Fault(
         "no barrier before edits",
         ADJUST,
-        "__syncthreads();\n    for (i32 i = threadIdx.x; i < row",
-        "for (i32 i = threadIdx.x; i < row",
+        "__syncthreads();\n    // Biases",
+        "// Biases",
         check_adjusted,
     ),
     Fault("edits of the first row", ADJUST, "p.edits[row.edits + i]", "p.edits[i]", check_adjusted),
     Fault(
         "edits of another piece",
         ADJUST,
-        "edit.token - first < size",
-        "edit.token < p.vocab_size",
+        "at >= size",
+        "edit.token >= p.vocab_size",
         check_adjusted,
         sanitizer=True,
     ),
+    Fault(
+        "a ban is added",
+        ADJUST,
+        "bans == 1 ? -infinity() : piece[at] + edit.value",
+        "piece[at] + edit.value",
+        check_adjusted,
+    ),
+    Fault("a ban hides what is no number", ADJUST, " || piece[at] != piece[at]", "", check_no_numbers),
     Fault("penalties of tokens not seen", ADJUST, "&& p.seen[tokens + i]", "", check_adjusted),
     Fault("no frequency", ADJUST, "row.frequency, row.presence", "0.0f, row.presence", check_adjusted),
 ]

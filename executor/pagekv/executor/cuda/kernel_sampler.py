@@ -61,7 +61,7 @@ class KernelSampling:
         if changes_logits(state):
             adjusted = len(self._adjustments) - self._first_adjustments[-1]
             edits = list(zip(sampling.bias_token_ids, sampling.biases, strict=True))
-            edits += [(token_id, -math.inf) for token_id in banned_tokens(state, self._vocab_size)]
+            edits += [(token_id, -math.inf) for token_id in {*banned_tokens(state, self._vocab_size)}]
             penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
             self._adjustments.append((row % self._at_once, len(self._edits), len(edits), penalty_row, *penalties))
             self._edits += edits

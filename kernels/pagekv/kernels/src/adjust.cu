@@ -12,12 +12,16 @@ extern "C" __global__ void __launch_bounds__(256) pagekv_adjust(const AdjustPara
     const Element* const logits = static_cast<const Element*>(p.logits) + row.row * p.logit_stride + first;
     for (i32 i = threadIdx.x; i < size; i += blockDim.x) piece[i] = to_float(logits[i]);
     __syncthreads();
-    for (i32 i = threadIdx.x; i < row.num_edits; i += blockDim.x) {
-        const Edit edit = p.edits[row.edits + i];
-        // A sum, because a token may be biased and banned.
-        if (edit.token >= first && edit.token - first < size) atomicAdd(&piece[edit.token - first], edit.value);
+    // Biases first, then bans: a token may have one of each. What is no number stays so, for `sample.cu` to find.
+    for (i32 bans = 0; bans < 2; ++bans) {
+        for (i32 i = threadIdx.x; i < row.num_edits; i += blockDim.x) {
+            const Edit edit = p.edits[row.edits + i];
+            const i32 at = edit.token - first;
+            if (at < 0 || at >= size || (edit.value == -infinity()) != (bans == 1) || piece[at] != piece[at]) continue;
+            piece[at] = bans == 1 ? -infinity() : piece[at] + edit.value;
+        }
+        __syncthreads();
     }
-    __syncthreads();
     float* const out = p.out + static_cast<i64>(blockIdx.x) * p.vocab_size + first;
     const i64 tokens = static_cast<i64>(row.penalty_row) * p.vocab_size + first;
     for (i32 i = threadIdx.x; i < size; i += blockDim.x) {

@@ -40,7 +40,7 @@ struct Adjustment {
 
 struct Edit {
     i32 token;
-    float value;  // added; -infinity: the token is banned
+    float value;  // added; -infinity: the token is banned. A row has at most one of each for a token
 };
 
 struct AdjustParams {
