@@ -73,6 +73,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     traceback. Refuses a request whose bytes are no message, that has too many fields or that has an unknown field. A
     handler with a stream of requests gets them as bytes and does these checks itself. The messages of health and
     reflection are gRPC's own: their unknown fields are ignored, and handlers with a stream of requests get messages.
+    Since strangers may send them, and a watch holds its request for as long as it likes, they are small.
 
     gRPC sees every method as one with a stream of requests, because it calls the handlers of such methods as soon as
     the headers are there. So a call is admitted and counted even if its request never comes, and is ended if that takes
@@ -104,6 +105,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def read(data: bytes) -> Any:
             if parse is None:
                 return data
+            if not own and len(data) > SMALL_BYTES:
+                raise InvalidRequest("", f"must be at most {SMALL_BYTES} bytes, has {len(data)}")
             try:
                 if len(data) > SMALL_BYTES:
                     request = parse(b"")
@@ -137,11 +140,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(requests: Any, context: Any) -> None:
                 try:
-                    request = await begun(requests, context)
+                    # A handler may free its request long before it ends, so nothing here keeps it.
                     if writes:
-                        await inner_stream(request, context)
+                        await inner_stream(await begun(requests, context), context)
                         return
-                    async for response in inner_stream(request, context):
+                    async for response in inner_stream(await begun(requests, context), context):
                         await context.write(response)
                 except grpc.aio.InternalError:
                     raise  # the caller has gone while it was written to: gRPC ends the call

@@ -56,6 +56,17 @@ async def test_checks_say_what_was_set_of_the_process_and_of_each_service(server
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.parametrize("name", ["Check", "Watch"])
+@run_by(run)
+async def test_a_name_that_is_long_is_refused_before_it_is_read(server: GrpcServer, channel: Any, *, name: str) -> None:
+    """Strangers send it, and a watch lasts. The last name of a message counts, but all of them are kept."""
+    call = channel.stream_stream(f"/{SERVICE_NAME}/{name}")()
+    await call.write(request("a" * 4096).SerializeToString() + request("test.Service").SerializeToString())
+    with pytest.raises(grpc.aio.AioRpcError, match="must be at most 4096 bytes, has 4113") as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 @run_by(run)
 async def test_watchers_get_every_change_that_lasts_and_go_when_they_like(server: GrpcServer, channel: Any) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
