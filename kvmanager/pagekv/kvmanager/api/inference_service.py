@@ -39,6 +39,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         served = self._served_model.served()
         command, stops = await read_generate(request, served, trace_parent_of(context))
         call = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
+        # A field that is sent twice counts once, but both values stay in memory with the message.
+        del request
         # The callback runs even if the call is cancelled while a message is being written; a `finally` here would not.
         context.add_done_callback(lambda _: call.close())
         await call.run(lambda message: context.write(message.SerializeToString()))

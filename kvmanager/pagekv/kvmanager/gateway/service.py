@@ -134,11 +134,12 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
         served = self._served_model.served()
         command, stops = await read_generate(request, served, trace_parent_of(context))
-        # A copy, because the field would keep the whole request alive for as long as gRPC keeps its done callbacks.
+        # A copy, because the field would keep the whole request alive.
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         # The gateway detokenizes by itself. A tokenizer is needed here only to look for stop strings.
         reading = served if stops else Served(served.model, None)
         call = GenerateCall(self._engine, reading, command, stops, only_complete=not request.stream)
+        del request  # as in InferenceService
 
         async def write(response: pb.GenerateResponse) -> None:
             written = (await write_response(response, stop_token_ids)).SerializeToString()

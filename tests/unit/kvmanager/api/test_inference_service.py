@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import grpc
@@ -10,11 +11,13 @@ import pytest
 from google.rpc import error_details_pb2
 from support.engine.fake_engine import MODEL
 from support.engine.inference_harness import Harness, detail, refusal, request, run, tokens_of
-from support.event_loop import run_by
+from support.event_loop import run_by, until
 from support.prompts import as_chat, as_prompt
 
 from pagekv.common.errors import InvalidRequest, Overloaded, Unavailable
 from pagekv.common.version import pagekv_version
+from pagekv.kvmanager.api import inference_service
+from pagekv.kvmanager.api.validation import read_generate
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import inference_service_pb2 as pb
@@ -30,6 +33,21 @@ async def test_a_bad_field_is_named_in_the_details_and_the_server_goes_on(h: Har
     assert detail(status, error_details_pb2.ErrorInfo()).reason == "INVALID_FIELD"
     assert h.engine.commands == []
     await h.start(request())
+
+
+@run_by(run)
+async def test_a_call_under_way_does_not_keep_its_request(h: Harness, *, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4 MB of what no check has seen, such as the first of two request ids."""
+    seen: list[pb.GenerateRequest] = []
+
+    async def read(message: pb.GenerateRequest, *others: Any) -> Any:
+        seen.append(message)
+        return await read_generate(message, *others)
+
+    monkeypatch.setattr(inference_service, "read_generate", read)
+    await h.start(request())
+    # That of the list, and the argument.
+    await until(lambda: sys.getrefcount(seen[0]) == 2)
 
 
 @run_by(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -108,6 +109,21 @@ async def test_a_stream_is_deltas_with_the_count_of_each_and_a_complete_with_eve
     assert (list(complete.complete.output_ids), complete.complete.completion_tokens) == ([10, 11, 12], 3)
     assert complete.complete.finish_reason == "length"
     assert complete.complete.WhichOneof("matched_stop") is None
+
+
+@run_by(run)
+async def test_a_call_under_way_does_not_keep_its_request(harness: Harness, *, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4 MB of what no check has seen, such as the first of two request ids."""
+    seen: list[vllm.GenerateRequest] = []
+
+    async def read(message: vllm.GenerateRequest, *others: Any) -> Any:
+        seen.append(message)
+        return await generate.read_generate(message, *others)
+
+    monkeypatch.setattr(service, "read_generate", read)
+    await harness.start(request())
+    # That of the list, and the argument.
+    await until(lambda: sys.getrefcount(seen[0]) == 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
