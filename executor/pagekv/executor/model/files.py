@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagekv.common.safetensors_file import MAX_HEADER_BYTES
 
@@ -25,7 +26,8 @@ HEADS_SHARE_HIDDEN_SIZE = frozenset(
 # Model types in which every layer has weights under its number. In others, layers may have no weights.
 NUMBERED_LAYERS = HEADS_SHARE_HIDDEN_SIZE | {"gemma", "gemma2", "gemma3_text", "olmoe", "qwen3", "qwen3_moe"}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-FLOATS = ("F64", "F32", "F16", "BF16")
+# Element types of weights, by their names in safetensors files.
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class StoredModel:
 
     model_type: str
     dtype: str | None
-    """Element type of the weights, such as bfloat16."""
+    """Element type of most of the weights, such as bfloat16; without safetensors files that of config.json."""
     num_heads: int | None
     num_kv_heads: int | None
     head_size: int | None
@@ -42,6 +44,8 @@ class StoredModel:
     """Elements of the weights that are certain to be loaded."""
     num_layers: int | None = None
     hidden_size: int | None = None
+    num_linear: int | None = None
+    """Those of `num_weights` that are certain to be of linear layers: the matrices of layers, except experts."""
 
     def token_bytes(self, element_bytes: int) -> int | None:
         """Bytes of one token's keys and values over all layers."""
@@ -57,16 +61,18 @@ def read_model_files(directory: Path) -> StoredModel:
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     heads = _count(text, "num_attention_heads", "n_head")
-    dtype = text.get("dtype") or text.get("torch_dtype")
+    said = text.get("dtype") or text.get("torch_dtype")
+    weights = _read_weights(directory, config, text)
     return StoredModel(
         model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
-        dtype=dtype if isinstance(dtype, str) else None,
+        dtype=weights.dtype or (said if isinstance(said, str) else None),
         num_heads=heads,
         num_kv_heads=_count(text, "num_key_value_heads"),
         head_size=_head_size(text, heads),
-        num_weights=_num_weights(directory, config, text),
+        num_weights=weights.num_elements,
         num_layers=_count(text, "num_hidden_layers", "n_layer"),
         hidden_size=_count(text, "hidden_size", "n_embd"),
+        num_linear=weights.num_linear,
     )
 
 
@@ -78,13 +84,16 @@ def tensors(directory: Path) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
                 yield path, name, header
 
 
-def absent_layers(directory: Path, stored: StoredModel) -> list[int]:
-    """Layers of which the files contain no tensor; empty if that is not certain."""
+def absent_layers(directory: Path, stored: StoredModel) -> tuple[int, int | None]:
+    """How many layers the files contain no tensor of, and the first of them; 0 and None if that is not certain."""
     if stored.model_type not in NUMBERED_LAYERS or stored.num_layers is None:
-        return []
+        return 0, None
     # Vision or audio towers may have layers with the same numbers. Then fewer layers are reported as absent.
-    there = {int(found[1]) for _, name, _ in tensors(directory) if (found := _LAYER.search(name))}
-    return sorted(set(range(stored.num_layers)) - there) if there else []
+    found = {int(layer[1]) for _, name, _ in tensors(directory) if (layer := _LAYER.search(name))}
+    there = {number for number in found if number < stored.num_layers}
+    if not found or len(there) == stored.num_layers:
+        return 0, None
+    return stored.num_layers - len(there), next(number for number in count() if number not in there)
 
 
 def embedding_size(directory: Path, stored: StoredModel) -> int | None:
@@ -110,13 +119,22 @@ def _head_size(text: Mapping[str, Any], heads: int | None) -> int | None:
     return size
 
 
-def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
-    """Elements of the language model, without tensors that loading may skip. None if there are no safetensors files or
-    the weights are quantised.
+class _Weights(NamedTuple):
+    """The weights of the language model, as in `StoredModel`."""
+
+    num_elements: int | None = None
+    num_linear: int | None = None
+    dtype: str | None = None
+
+
+def _read_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> _Weights:
+    """The weights without tensors that loading may skip. Nothing is told if there are no safetensors files or the
+    weights are quantised.
     """
     if config.get("quantization_config") is not None:
-        return None
-    layers, counted = _count(text, "num_hidden_layers", "n_layer"), 0
+        return _Weights()
+    layers, linear = _count(text, "num_hidden_layers", "n_layer"), 0
+    counts = dict.fromkeys(FLOATS, 0)
     for _, name, tensor in tensors(directory):
         # Vision or audio towers are not loaded with the language model; a tied output head is the embedding again.
         if text is not config and "language_model" not in name:
@@ -127,9 +145,16 @@ def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, 
         layer = re.search(r"\blayers\.(\d+)\.", name)
         if layer and layers is not None and int(layer[1]) >= layers:
             continue
-        if tensor.get("dtype") in FLOATS:
-            counted += _size(tensor.get("shape"))
-    return counted or None
+        shape, kind = tensor.get("shape"), tensor.get("dtype")
+        if kind not in FLOATS:
+            continue
+        counts[kind] += _size(shape)
+        if layer and isinstance(shape, list) and len(shape) == 2 and "expert" not in name:
+            linear += _size(shape)
+    counted = sum(counts.values())
+    if not counted:
+        return _Weights()
+    return _Weights(counted, linear, FLOATS[max(counts, key=counts.__getitem__)])
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -12,6 +12,8 @@ from pagekv.executor.world import MAX_RANKS
 
 # Bytes of an element, by the values of --dtype that the cpu backend supports.
 CPU_ELEMENT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float64": 8}
+# Element types in which linear layers are repacked.
+REPACKED = ("float32", "bfloat16")
 
 # Least tokens of a pool: one block of the manager's default --block-size. Blocks may be smaller, but no useful prompt
 # fits into less. For larger blocks the memory is checked when a manager asks with its block size.
@@ -36,19 +38,23 @@ def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int,
     check_same_model(directory, stored)
     check_ranks(directory, stored, ranks)
     check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory, available, ranks)
-    _check_converted_weights(directory, stored, "float32" if dtype == "auto" else dtype, available, ranks)
+    _check_weights(directory, stored, "float32" if dtype == "auto" else dtype, available, ranks)
 
 
-def _check_converted_weights(directory: Path, stored: StoredModel, dtype: str, available: int, ranks: int) -> None:
-    """Raises ValueError if converted weights do not fit. Weights that are stored in the served type are mapped from
-    their files and not checked.
+def _check_weights(directory: Path, stored: StoredModel, dtype: str, available: int, ranks: int) -> None:
+    """Raises ValueError if the weights do not fit. Weights of the served type are mapped from their files, but those of
+    linear layers are then repacked, except in float64.
     """
-    needed = (stored.num_weights or 0) * CPU_ELEMENT_BYTES[dtype] // ranks
-    if stored.dtype in (None, dtype) or needed <= available:
+    copied = stored.num_weights
+    if stored.dtype in (None, dtype):
+        copied = stored.num_linear if dtype in REPACKED else 0
+    needed = (copied or 0) * CPU_ELEMENT_BYTES[dtype] // ranks
+    if needed <= available:
         return
-    in_place = CPU_ELEMENT_BYTES.get(stored.dtype)
-    fits = in_place is not None and (stored.num_weights or 0) * in_place // ranks <= available
-    mapped = f"--dtype {stored.dtype}, which reads them in place, " if fits else ""
+    fits = (
+        stored.dtype in REPACKED and (stored.num_weights or 0) * CPU_ELEMENT_BYTES[stored.dtype] // ranks <= available
+    )
+    mapped = f"--dtype {stored.dtype}, as they are stored, " if fits else ""
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     raise ValueError(
         f"{directory}: its weights take {needed / 2**30:.2f} GiB in {dtype}{each}, and {available / 2**30:.2f} GiB are "
@@ -59,11 +65,11 @@ def _check_converted_weights(directory: Path, stored: StoredModel, dtype: str, a
 def check_same_model(directory: Path, stored: StoredModel) -> None:
     """Raises ValueError if the weights are certain to belong to another model than the one in config.json."""
     size = embedding_size(directory, stored)
-    absent = absent_layers(directory, stored)
+    absent, first = absent_layers(directory, stored)
     if size is not None and stored.hidden_size not in (None, size):
         found = f"vectors of {size} elements, and config.json says hidden_size {stored.hidden_size}"
     elif absent:
-        found = f"no tensor of {len(absent)} of the {stored.num_layers} layers of config.json, such as {absent[0]}"
+        found = f"no tensor of {absent} of the {stored.num_layers} layers of config.json, such as {first}"
     else:
         return
     raise ValueError(f"{directory}: its weights have {found}: copy the config.json and all weights of one model there")

@@ -59,26 +59,70 @@ def test_weights_that_do_not_fit_once_converted() -> None:
     demo = resolve_model("demo")
     number = read_model_files(demo).num_weights
     assert number
-    words = r"take 0\.02 GiB in float32, and 0\.0. GiB are available: use --dtype bfloat16, which reads them in place"
+    words = r"take 0\.02 GiB in float32, and 0\.0. GiB are available: use --dtype bfloat16, as they are stored, "
     with pytest.raises(ValueError, match=words):
         check_cpu_start(demo, "auto", 0, 4 * number - 1)
     with pytest.raises(ValueError, match="are available: use a smaller model, "):
         check_cpu_start(demo, "auto", 0, 2 * number - 1)
     check_cpu_start(demo, "auto", 0, 4 * number)
-    # Mapped from their file, whatever there is.
-    check_cpu_start(demo, "bfloat16", 0, 0)
     with pytest.raises(ValueError, match="in float64 on each of 2 ranks, "):
         check_cpu_start(demo, "float64", 0, 4 * number - 1, ranks=2)
     check_cpu_start(demo, "float64", 0, 4 * number, ranks=2)
 
 
-def test_float16_is_no_way_out_on_a_cpu(tmp_path: Path) -> None:
+def test_weights_as_they_are_stored_need_room_for_repacked_layers() -> None:
+    """The embedding alone is read in the file."""
     demo = resolve_model("demo")
-    (tmp_path / "config.json").write_text((demo / "config.json").read_text().replace("bfloat16", "float16"))
-    (tmp_path / "model.safetensors").symlink_to(demo / "model.safetensors")
+    stored = read_model_files(demo)
+    assert stored.num_weights
+    assert stored.num_linear
+    assert 0.5 < stored.num_linear / stored.num_weights < 1
+    words = r"take 0\.01 GiB in bfloat16, and 0\.0. GiB are available: use a smaller model, "
+    with pytest.raises(ValueError, match=words):
+        check_cpu_start(demo, "bfloat16", 0, 2 * stored.num_linear - 1)
+    check_cpu_start(demo, "bfloat16", 0, 2 * stored.num_linear)
+    check_cpu_start(demo, "bfloat16", 0, stored.num_linear, ranks=2)
+
+
+def _write_headers(directory: Path, dtype: str, **tensors: tuple[str, list[int]]) -> Path:
+    """A Llama of these tensors, of which there are only headers; `dtype`: what config.json says."""
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "llama", "dtype": dtype, "num_hidden_layers": 2, "tie_word_embeddings": True})
+    )
+    header = json.dumps({name: {"dtype": kind, "shape": shape} for name, (kind, shape) in tensors.items()}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return directory
+
+
+def test_only_matrices_of_layers_that_are_no_experts_are_certain_to_be_repacked(tmp_path: Path) -> None:
+    one = "model.layers.1."
+    tensors = {
+        "model.embed_tokens.weight": ("F32", [10, 4]),
+        "model.layers.0.norm.weight": ("F32", [4]),
+        f"{one}q_proj.weight": ("F32", [4, 4]),
+        f"{one}mlp.experts.0.up_proj.weight": ("F32", [4, 4]),
+        f"{one}conv.weight": ("F32", [4, 1, 4]),
+        f"{one}norm.weight": ("BF16", [4]),
+        "model.layers.2.q_proj.weight": ("F32", [4, 4]),
+    }
+    stored = read_model_files(_write_headers(tmp_path, "bfloat16", **tensors))
+    assert (stored.num_weights, stored.num_linear, stored.dtype) == (96, 16, "float32")
+    check_cpu_start(tmp_path, "float32", 0, 64)
+    with pytest.raises(ValueError, match="are available: use a smaller model, "):
+        check_cpu_start(tmp_path, "float32", 0, 63)
+
+
+def test_float16_is_no_way_out_on_a_cpu(tmp_path: Path) -> None:
+    """Nor is what config.json says, if the weights are of another type."""
+    _write_headers(tmp_path, "bfloat16", **{"model.layers.0.q.weight": ("F16", [4, 4])})
     assert read_model_files(tmp_path).dtype == "float16"
+    with pytest.raises(ValueError, match="no tensor of 1 of the 2 layers"):
+        check_cpu_start(tmp_path, "auto", 0, 0)
+    tensors = {f"model.layers.{number}.q.weight": ("F16", [4, 4]) for number in range(2)}
+    _write_headers(tmp_path, "bfloat16", **tensors)
     with pytest.raises(ValueError, match="are available: use a smaller model, or a machine with more memory"):
         check_cpu_start(tmp_path, "auto", 0, 0)
+    check_cpu_start(tmp_path, "auto", 0, 128)
 
 
 def _demo_with(directory: Path, **changes: object) -> Path:
@@ -94,6 +138,8 @@ def _demo_with(directory: Path, **changes: object) -> Path:
     ("changes", "words"),
     [
         ({"num_hidden_layers": 80}, "no tensor of 74 of the 80 layers of config.json, such as 6: copy "),
+        # Nothing is listed for each of them.
+        ({"num_hidden_layers": 10**12}, "no tensor of 999999999994 of the 1000000000000 layers"),
         ({"num_hidden_layers": 80, "quantization_config": {}}, "no tensor of 74 of the 80 layers"),
         ({"hidden_size": 8192}, "vectors of 256 elements, and config.json says hidden_size 8192: copy "),
     ],
@@ -120,7 +166,7 @@ def test_weights_that_may_be_right(tmp_path: Path, changes: dict[str, object]) -
 def test_names_without_numbers_are_not_judged(tmp_path: Path) -> None:
     assert "llama" in NUMBERED_LAYERS
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
-    assert absent_layers(tmp_path, read_model_files(tmp_path)) == []
+    assert absent_layers(tmp_path, read_model_files(tmp_path)) == (0, None)
 
 
 @pytest.mark.parametrize(("ranks", "near"), [(8, "6 or 12"), (5, "4 or 6"), (13, "12")])
