@@ -129,6 +129,9 @@ class CpuBackend:
         give_back_freed_memory()
         size = self._loaded.geometry.bytes_per_block(block_size) * (num_device_blocks + num_host_blocks)
         available = available_bytes()
+        if self._shards is not None:
+            # Other ranks of this machine allocate at the same time, and pools take memory only as they are written.
+            available = min(available, self._info.available)
         if size > available:
             raise MemoryError(
                 f"{num_device_blocks} device and {num_host_blocks} host blocks need {size} bytes; "

@@ -42,11 +42,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ranks_of_a_machine_share_its_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of six are here."""
-    loaded = SimpleNamespace(geometry=None)
+    loaded = SimpleNamespace(geometry=SimpleNamespace(bytes_per_block=lambda size: size))
     monkeypatch.setattr("pagekv.executor.cpu.backend.load_forward", lambda *_, **__: (loaded, None))
     monkeypatch.setattr("pagekv.executor.cpu.backend.available_bytes", lambda: 3000)
     for shards, available in ((None, 3000), (Shards(World(1, 6, 3), pytest.fail), 1000)):
-        assert CpuBackend(llama, "some/name", threads=1, shards=shards)._info.available == available
+        backend = CpuBackend(llama, "some/name", threads=1, shards=shards)
+        assert backend._info.available == available
+        # Pools of all ranks, too.
+        with pytest.raises(MemoryError, match=f"; {available} are available: lower"):
+            backend.allocate(16, 1000, 0)
 
 
 @pytest.mark.parametrize(("threads", "first"), [(0, 1), (2, 2)])
