@@ -16,8 +16,9 @@ from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits
 OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
 # Element types as loops see them. NumPy has no bfloat16, so loops see its bits.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-# Bounds of the argument of `exp`: between them the power of 2 in the result is a normal number of float32.
-LEAST, MOST = np.float32(-87.3), np.float32(88.37)
+# Bounds of the argument of `exp`, which keep the power of 2 in the result within the 8 bits of an exponent. From 88.38
+# on that power, and so the result, is infinite.
+LEAST, MOST = np.float32(-87.3), np.float32(88.7)
 
 
 class _Exp(NamedTuple):
@@ -104,7 +105,9 @@ _POLYNOMIAL = tuple(np.float32(each) for each in EXP.polynomial)
 # Not with OPTIONS: LLVM would then add the two parts of ln 2 before using them. LLVM inlines this function.
 @njit(fastmath={"contract"}, error_model="numpy")
 def exp(x: Any) -> Any:
-    """exp of a float32, to 2 units in the last place. NumPy's exp would be a function call for each number."""
+    """exp of a float32 below 88.38, to 2 units in the last place; beyond, infinity. NumPy's exp would be a function call
+    for each number.
+    """
     if x < LEAST:
         x = LEAST
     if x > MOST:
