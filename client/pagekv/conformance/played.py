@@ -11,6 +11,8 @@ from pagekv.conformance.target import NUM_BLOCKS, Target
 from pagekv.conformance.verdict import during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
+# Of StepResult.
+MAX_THREADS = 65536
 COPY, SWAP_OUT, SWAP_IN = pb.MEMORY_OP_KIND_COPY, pb.MEMORY_OP_KIND_SWAP_OUT, pb.MEMORY_OP_KIND_SWAP_IN
 
 
@@ -138,6 +140,7 @@ class PlayedEpoch:
         require(got == (self.epoch, number), f"result of epoch, step {got}, not {(self.epoch, number)}")
         where = f"step {number}"
         require(result.computed_tokens == total, f"{where}: computed_tokens {result.computed_tokens}, not {total}")
+        require(result.threads <= MAX_THREADS, f"{where}: threads {result.threads}, at most {MAX_THREADS}")
         # Else one that gives every sequence up would have no tokens to be compared.
         failed = list(result.failed_seqs)
         require(not failed, f"{where}: sequences {failed} failed, and nothing in their steps could make them fail")
@@ -156,6 +159,8 @@ class PlayedEpoch:
             count = min(expected[row.seq_id].sampling.logprobs, vocab)
             found = len(row.top_token_ids), len(row.top_logprobs)
             require(found == (count, count), f"{where}: {found} likeliest tokens and log-probabilities, not {count}")
+            odd = [token for token in row.top_token_ids if token >= vocab]
+            require(not odd, f"{where}: likeliest tokens {odd}, the vocabulary has {vocab}")
             expected[row.seq_id].rows.append(row)
         return result
 

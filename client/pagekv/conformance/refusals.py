@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
 from pagekv.conformance.kit import Kit, Rule, expect, with_unknown
 from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, copying
 from pagekv.conformance.sampling_refusals import BAD_SAMPLING, UNREQUIRED, UNSET
@@ -19,8 +20,8 @@ HOST_POOL = pb.EXECUTOR_FEATURE_HOST_POOL
 MAX_STEP_TOKENS = 65536
 # The longest sequence that is computed to see where the model ends (R31), and the most sequences of one step (R20).
 MAX_COMPUTED, MAX_ENTERING = 16384, 20000
-# The longest sequence that is sent to be refused (R11), 16 MiB and less than a step of such a model may have (P13).
-MAX_TOKENS = 2**24
+# The most tokens, of a byte each, that are sent to be refused (R11, R33): an executor need not take larger steps (P13).
+MAX_TOKENS = MAX_RECEIVE_BYTES - 2**16
 # No operation has this kind.
 UNKNOWN_KIND: Any = 99
 
@@ -40,7 +41,7 @@ def schedule(seqs: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
 
 def longer_than_the_model(scene: LiveScene) -> dict[str, Any]:
     if scene.max_len > MAX_TOKENS:
-        raise NotTested(f"max_model_len {scene.max_len} takes too long to send")
+        raise NotTested(f"max_model_len {scene.max_len} does not fit into a step of {MAX_RECEIVE_BYTES} bytes")
     return scene.entering(token_ids=[0] * (scene.max_len + 1))
 
 
@@ -62,6 +63,8 @@ def too_many_tokens(scene: LiveScene) -> dict[str, Any]:
     count, most = _long_sequences(scene), scene.max_blocks
     if count + 2 > scene.kit.description.max_sequences:
         raise NotTested(f"max_sequences of the greatest length have fewer than {MAX_STEP_TOKENS} tokens")
+    if count * scene.max_len > MAX_TOKENS:
+        raise NotTested(f"max_model_len {scene.max_len} does not fit into a step of {MAX_RECEIVE_BYTES} bytes")
     new = [
         new_sequence(
             seq_id=9 + index,

@@ -21,6 +21,8 @@ MIN_P = 0.99
 MIN_VOCAB = 16
 # So many penalties of 2 outweigh any logits.
 NUM_REPEATS = 60
+# Of SampledLogprobs.
+MAX_LOGPROB = 1e-3
 
 
 def next_tokens(kit: Kit, requests: Sequence[tuple[Sequence[int], int, dict[str, Any]]]) -> list[PlayedSequence]:
@@ -178,7 +180,8 @@ def _check_row(seq: PlayedSequence, count: int) -> None:
     (row,) = seq.rows
     top, token = list(row.top_logprobs), seq.tokens[-1]
     require(len(set(row.top_token_ids)) == count, f"likeliest tokens {list(row.top_token_ids)} repeat")
-    require(row.chosen <= 0 and all(value <= 0 for value in top), "a log-probability is above 0")
+    found = max([row.chosen, *top])
+    require(found <= MAX_LOGPROB, f"a log-probability is {found}, at most {MAX_LOGPROB} by rounding")
     require(top == sorted(top, reverse=True), f"the likeliest are not best first: {top}")
     if count:
         clear = count == 1 or top[0] - top[1] >= MARGIN

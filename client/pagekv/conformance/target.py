@@ -21,6 +21,8 @@ TOKEN_BUDGET = 512
 # Blocks of the device pool, unless a rule needs more, and of the host pool.
 NUM_BLOCKS = 48
 NUM_HOST_BLOCKS = 8
+# The most that are live at once, in the rules of log-probabilities.
+NUM_SEQUENCES = 5
 # In the order tried: that of managers, then larger, then smaller ones.
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
 FEATURES = {
@@ -122,10 +124,12 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
         ]:
             raise Untestable(f"--features: Describe does not list {', '.join(lacking)}")
         target = Target(link, description, block_size, features if wanted is None else wanted)
-        if description.max_model_len >= 4 * block_size + 16 and target.pool_blocks >= NUM_BLOCKS:
+        length = 4 * block_size + 16
+        blocks, sequences = target.pool_blocks, description.max_sequences
+        if description.max_model_len >= length and blocks >= NUM_BLOCKS and sequences >= NUM_SEQUENCES:
             return target
         last = (
-            f"with blocks of {block_size} it has max_model_len {description.max_model_len} and {target.pool_blocks} "
-            f"blocks, and must have {4 * block_size + 16} and {NUM_BLOCKS} or more"
+            f"with blocks of {block_size} it has max_model_len {description.max_model_len}, {blocks} blocks and "
+            f"max_sequences {sequences}, and must have {length}, {NUM_BLOCKS} and {NUM_SEQUENCES} or more"
         )
     raise Untestable(f"the executor cannot be tested: {last}")

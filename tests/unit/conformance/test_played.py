@@ -43,6 +43,7 @@ def test_a_sequence_is_played_from_end_to_end(kit: Kit) -> None:
         ({"sampled_seqs": [1, 1]}, r"sampled_seqs \[1, 1\], not \[1\]"),
         ({"sampled_tokens": []}, "not as many"),
         ({"sampled_tokens": [256]}, "sampled token 256"),
+        ({"threads": 65537}, "threads 65537, at most 65536"),
         ({"logprobs": [pb.SampledLogprobs(seq_id=1)]}, r"logprobs of sequences \[1\], not \[\]"),
         ({"sampled_seqs": [], "failed_seqs": [1], "failed_reasons": [1]}, r"sequences \[1\] failed, and nothing"),
     ],

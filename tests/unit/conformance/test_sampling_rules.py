@@ -12,10 +12,13 @@ import pytest
 from support.executor.cpu_driver import save_model
 from support.executor.judged import Edit, ToyFault, assert_noticed, broken, edited_function, served_backend, verdicts
 
+from pagekv.conformance import sampling_rules
+from pagekv.conformance.verdict import BrokenRule
 from pagekv.executor.backend import row_sampler, sampling
 from pagekv.executor.cpu import sampler
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,13 @@ FAULTS = [
         "one likeliest too few",
         row_sampler.sample_row,
         ("largest(raw, sampling.logprobs)", "largest(raw, sampling.logprobs - 1)"),
+        (sampler,),
+    ),
+    SamplerFault(
+        "M15",
+        "likeliest tokens are not of the vocabulary",
+        row_sampler.sample_row,
+        ("zip(top.tolist(), others", "zip((top + len(raw)).tolist(), others"),
         (sampler,),
     ),
     SamplerFault(
@@ -157,3 +167,15 @@ def test_the_sound_backend_passes(backend: CpuBackend) -> None:
 )
 def test_planted_faults_of_the_toy_are_noticed(fault: ToyFault) -> None:
     assert_noticed(fault)
+
+
+def test_a_certain_token_may_have_a_little_more_than_certainty() -> None:
+    """Of rounding, as the contract and managers allow."""
+
+    def check(chosen: float) -> None:
+        row = pb.SampledLogprobs(chosen=chosen, top_token_ids=[7, 8], top_logprobs=[chosen, -17.0])
+        sampling_rules._check_row(mock.Mock(rows=[row], tokens=[7]), 2)
+
+    check(6e-8)
+    with pytest.raises(BrokenRule, match=r"a log-probability is 0\.00.*, at most 0\.001 by rounding"):
+        check(2e-3)

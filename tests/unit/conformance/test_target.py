@@ -6,7 +6,7 @@ import re
 from unittest import mock
 
 import pytest
-from support.executor.judged import Edit, kit_of, toy
+from support.executor.judged import Edit, broken, kit_of, toy, verdicts
 
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.target import FEATURES, Untestable
@@ -38,6 +38,17 @@ def test_too_small_to_test() -> None:
         kit_of(address),
     ):
         pass
+
+
+def test_too_few_sequences_to_test() -> None:
+    with (
+        toy(("300, 256, 65536", "300, 4, 65536")) as address,
+        pytest.raises(Untestable, match="and max_sequences 4, and must have 20, 48 and 5 or more"),
+        kit_of(address),
+    ):
+        pass
+    with toy(("300, 256, 65536", "300, 5, 65536")) as address:
+        assert broken(verdicts(address)) == {}
 
 
 def test_features_are_those_asked_for() -> None:
