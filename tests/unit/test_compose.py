@@ -59,12 +59,17 @@ def test_an_executor_is_its_managers_alone(name: str) -> None:
         parse_executor(without(command, "--tls-client-ca"), {})
 
 
-def test_with_the_override_clients_are_known() -> None:
-    config = parse_manager(WITH_TLS["kvmanager"]["command"], {})
+# Those of the profile "scale" are left out: the gateway speaks no TLS to them.
+@pytest.mark.parametrize("name", ["kvmanager", "kvmanager-tp"])
+def test_with_the_override_clients_are_known(name: str) -> None:
+    assert {each for each in MANAGERS if "scale" not in SERVICES[each].get("profiles", ())} == {*WITH_TLS}
+    command, before = WITH_TLS[name]["command"], SERVICES[name]["command"]
+    config = parse_manager(command, {})
     assert config.access.protected
     assert not config.open_listeners()
+    assert command[command.index("--executor") + 1] == before[before.index("--executor") + 1]
     with pytest.raises(SystemExit):
-        parse_manager(without(WITH_TLS["kvmanager"]["command"], "--identities"), {})
+        parse_manager(without(command, "--identities"), {})
 
 
 def test_each_container_finds_its_files_and_no_others(tmp_path: Path) -> None:
@@ -90,7 +95,7 @@ def test_each_container_finds_its_files_and_no_others(tmp_path: Path) -> None:
     by_volume = {volume: tmp_path / path[1:] for path, volume in ends.items()}
     assert (by_volume.pop("authority") / "ca.key").exists()
     services = [(name, SERVICES[name]) for name in OURS]
-    for name, service in [*services, ("kvmanager", SERVICES["kvmanager"] | WITH_TLS["kvmanager"])]:
+    for name, service in [*services, *((name, SERVICES[name] | changed) for name, changed in WITH_TLS.items())]:
         (volume,) = (mount.split(":")[0] for mount in service["volumes"] if mount.endswith(":/tls:ro"))
         wanted = set(re.findall(r"/tls/([\w.]+)", str([service["command"], service["healthcheck"]["test"]])))
         there = {path.name for path in by_volume[volume].iterdir()}
