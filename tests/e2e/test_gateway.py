@@ -24,6 +24,8 @@ from pagekv.client.launcher.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 GATED_EXECUTOR = ROOT / "tests" / "support" / "executor" / "gated_executor.py"
+# A manager to add.
+ROGUE = {"url": "grpc://127.0.0.1:9"}
 PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"
 MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
 
@@ -51,16 +53,35 @@ def test_the_model_is_listed(api: openai.OpenAI) -> None:
     assert [model.id for model in api.models.list().data] == [MODEL]
 
 
+def control_status(stack: Stack, path: str, body: Any, **headers: str) -> int:
+    """The status with which the gateway answers a request to change it."""
+    headers = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(f"http://{stack.gateway_target}{path}", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_a_page_of_another_site_cannot_add_a_manager(stack: Stack) -> None:
     """The gateway itself looks at neither the name that it is asked by nor the origin."""
-    request = urllib.request.Request(
-        f"http://{stack.gateway_target}/workers",
-        json.dumps({"url": "grpc://127.0.0.1:9"}).encode(),
-        {"Content-Type": "application/json", "Host": "rebound.example", "Origin": "http://rebound.example"},
-    )
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
-    assert refused.value.code == 401
+    page = {"Host": "rebound.example", "Origin": "http://rebound.example"}
+    assert control_status(stack, "/workers", ROGUE, **page) == 401
+
+
+def test_the_key_to_generate_cannot_add_a_manager() -> None:
+    gateway_args = ["--api-key", "KEY"]
+    with (
+        running_gateway([*ORACLE, "--kv-memory", "64MiB"], gateway_args=gateway_args) as stack,
+        client_of(stack) as nobody,
+    ):
+        with pytest.raises(openai.AuthenticationError):
+            nobody.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
+        caller = nobody.with_options(api_key="KEY")
+        assert caller.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices[0].text
+        assert control_status(stack, "/workers", ROGUE, Authorization="Bearer KEY") == 401
+        assert control_status(stack, "/flush_cache", {}, Authorization="Bearer KEY") == 401
 
 
 def test_a_completion_is_what_our_own_client_gets_and_the_second_one_hits_the_cache(

@@ -31,6 +31,7 @@ def running_gateway(
     *,
     replicas: int = 1,
     policy: str = POLICIES[0],
+    gateway_args: Sequence[str] = (),
     executor_command: Sequence[str] = EXECUTOR_COMMAND,
 ) -> Iterator[Stack]:
     """All of it, ready; stopped at the end. `executor_command`: another one than the package's executor."""
@@ -38,7 +39,7 @@ def running_gateway(
         port=0,
         executor_port=0,
         replicas=replicas,
-        gateway=GatewayConfig(port=0, policy=policy),
+        gateway=GatewayConfig(port=0, policy=policy, args=gateway_args),
         executor_args=executor_args,
         manager_args=["--gateway-api", *manager_args],
         executor_command=executor_command,

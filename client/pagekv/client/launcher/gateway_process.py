@@ -12,15 +12,15 @@ import sys
 
 from pagekv.client.launcher import with_parent
 
-# Flags of the gateway that control who may add and remove managers; its other JWT flags have no effect without an
-# issuer.
-_KEYS = ("--api-key", "--tenant-api-key", "--control-plane-api-keys", "--jwt-issuer")
+# Flags of the gateway that say who may add and remove managers; its other JWT flags have no effect without an issuer.
+# --api-key is not among them: it is for those who generate, and without one of these flags it adds managers, too.
+_KEYS = ("--control-plane-api-keys", "--jwt-issuer")
 
 
 def main() -> None:
     """Runs the gateway and does not return: the process ends with the gateway. Without a key, any page in a browser on
-    this machine could redirect prompts, because the gateway answers under any name and to any origin. If keys are
-    given, no key is drawn.
+    this machine could redirect prompts, because the gateway answers under any name and to any origin. No key is drawn
+    if it is given who may add managers.
     """
     _, command, *args = sys.argv
     if not any(word.startswith(_KEYS) for word in args):

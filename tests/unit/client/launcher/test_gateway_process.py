@@ -39,12 +39,18 @@ def test_managers_are_added_by_nobody_and_no_command_line_has_the_key(tmp_path: 
     assert "--policy=random" in shown
     assert [word for word in shown if "key" in word] == []
     assert started(tmp_path)[0][1] != first
-    # Without an issuer it lets everybody in.
-    assert started(tmp_path, "--jwt-audience=x")[0][1].startswith("--control-plane-api-keys=")
+
+
+@pytest.mark.parametrize("given", [["--api-key", "x"], ["--api-key=x"], ["--tenant-api-key=a:x"], ["--jwt-audience=x"]])
+def test_keys_to_generate_do_not_add_managers(given: list[str], tmp_path: Path) -> None:
+    """Without keys of their own, these calls are open to --api-key; with an audience but no issuer, to everybody."""
+    (_, first, *rest), _ = started(tmp_path, *given)
+    assert first.startswith("--control-plane-api-keys=pagekv:pagekv:admin:")
+    assert rest == given
 
 
 @pytest.mark.parametrize(
-    "given", [["--api-key", "x"], ["--api-key=x"], ["--control-plane-api-keys", "a:a:admin:x"], ["--jwt-issuer=x"]]
+    "given", [["--control-plane-api-keys", "a:a:admin:x"], ["--control-plane-api-keys=a:a:admin:x"], ["--jwt-issuer=x"]]
 )
 def test_keys_that_it_is_given_stay_the_only_ones(given: list[str], tmp_path: Path) -> None:
     assert started(tmp_path, *given)[0] == ["launch", *given]
