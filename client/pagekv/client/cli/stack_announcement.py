@@ -7,7 +7,7 @@ import os
 import shlex
 
 from pagekv.client.channel import DEFAULT_TARGET
-from pagekv.client.cli.terminal import Terminal, pagekv_command
+from pagekv.client.cli.terminal import Terminal, pagekv_command, printable
 from pagekv.client.errors import PermissionDenied, Unauthenticated
 from pagekv.client.identity import API_KEY_VARIABLE
 from pagekv.client.launcher.child_flags import flag_value, takes_models_tokenizer
@@ -94,7 +94,7 @@ def describe(info: ModelInfo, ranks: int = 1) -> str:
     over = f" over {ranks} ranks" if ranks > 1 else ""
     tokens = info.num_device_blocks * info.block_size
     return (
-        f"model {info.model_id or 'none'}, backend {info.backend}{over}, "
+        f"model {printable(info.model_id or 'none')}, backend {printable(info.backend)}{over}, "
         f"{info.num_device_blocks} blocks of {info.block_size} tokens ({tokens} tokens of KV cache)"
     )
 

@@ -70,11 +70,14 @@ class Terminal:
         self.print(json.dumps(value, default=lambda v: v.isoformat() if isinstance(v, datetime) else asdict(v)))
 
     def note(self, text: str) -> None:
-        """A line for a person, dimmed, on standard error."""
-        self.error(self.dim(text))
+        """Lines for a person, dimmed, on standard error."""
+        self._write_error(self.dim(_printable_lines(text)))
 
     def error(self, text: str) -> None:
-        """A line that says what went wrong, on standard error."""
+        """Lines that say what went wrong, on standard error."""
+        self._write_error(_printable_lines(text))
+
+    def _write_error(self, text: str) -> None:
         self.clear()
         self.end_line()
         self.err.write(f"{text}\n")
@@ -86,7 +89,7 @@ class Terminal:
         """
         self.clear()
         begun = self._in_line and self.out_is_terminal and self.err_is_terminal
-        self.err.write(("\n" if begun else "") + f"{self.dim(text)}\n")
+        self.err.write(("\n" if begun else "") + f"{self.dim(_printable_lines(text))}\n")
         self.err.flush()
 
     def dim(self, text: str) -> str:
@@ -127,6 +130,17 @@ def _columns(stream: TextIO) -> int:
         return 80
 
 
+def printable(text: str) -> str:
+    """The text with escapes, such as \\x1b, for all that is not printable: servers and their other callers must neither
+    control this terminal nor begin lines on it.
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def table(
     rows: Sequence[Sequence[object]],
     header: Sequence[str] = (),
@@ -136,10 +150,10 @@ def table(
     right: bool = False,
 ) -> str:
     """A table with columns two spaces apart. Columns of numbers, or all columns, are aligned to the right. Rows are
-    equally long. If a row would be wider than `width`, its last column is broken into lines, unless that would leave it
-    too narrow to read.
+    equally long; what is not printable in them is escaped. If a row would be wider than `width`, its last column is
+    broken into lines, unless that would leave it too narrow to read.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     if header:
         cells.insert(0, list(header))
     if not cells:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagekv.client.cli.keypress import Keys
-from pagekv.client.cli.terminal import milliseconds
+from pagekv.client.cli.terminal import milliseconds, printable
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
@@ -121,9 +121,9 @@ class TopFrame:
     def _title(self) -> Text:
         title = Text.assemble(("PageKV", "bold"), f"  {self.target}", no_wrap=True, overflow="ellipsis")
         if self.info is not None:
-            title.append(f"  {self.info.model_id or 'no model'} on {self.info.backend}", "dim")
+            title.append(printable(f"  {self.info.model_id or 'no model'} on {self.info.backend}"), "dim")
         if self.problem:
-            title.append(f"  {self.problem}", "bold red")
+            title.append(printable(f"  {self.problem}"), "bold red")
         elif self.look is not None and not self.look.stats.executor_attached:
             title.append("  no executor", "bold red")
         return title
@@ -171,7 +171,8 @@ class TopFrame:
         for request in listed.requests[:room]:
             cells = dict(zip(_COLUMNS, _row(request), strict=True))
             style = "" if request.state == "running" else "dim"
-            table.add_row(request.request_id, request.state, *(cells[name] for name in shown), style=style)
+            request_id = Text(printable(request.request_id))
+            table.add_row(request_id, request.state, *(cells[name] for name in shown), style=style)
         if listed.requests:
             yield table
         if listed.total > room:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ KEPT_LINES = 60
 _ENDED_BY_RANK = "Received 15 death signal"
 # Beginnings of the lines in which torchrun tells its default of one thread for each rank; the others are empty.
 _TORCHRUN_SAYS = ("*****", "Setting OMP_NUM_THREADS ")
+# The gateway writes colours into its log wherever that goes; shown as escapes they would hide the words.
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 # Exit status of a process whose command line is wrong.
 USAGE = 2
 
@@ -64,12 +67,13 @@ class Child:
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.lines.append(line.rstrip("\n"))
+        for written in self.popen.stdout:
+            line = _COLOURS.sub("", written.rstrip("\n"))
+            self.lines.append(line)
             if self._on_log is not None:
                 # Lines that cannot be shown (a full disk, a pipe without a reader) are still read.
                 with suppress(OSError):
-                    self._on_log(self.name, line.rstrip("\n"))
+                    self._on_log(self.name, line)
 
     @property
     def listening(self) -> dict[str, Any]:

@@ -81,6 +81,20 @@ def test_tables_and_times() -> None:
     assert [counted(number, "pin") for number in range(3)] == ["0 pins", "1 pin", "2 pins"]
 
 
+def test_nothing_in_a_table_or_a_message_controls_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("a\x1b[2J\nb\u202ec\udc80", 1), ("größe 漢 '", 2)]
+    # As wide as it is shown.
+    assert table(rows, ("namespace", "n")) == (
+        "namespace                 n\na\\x1b[2J\\nb\\u202ec\\udc80  1\ngröße 漢 '                 2"
+    )
+    out, err = TerminalStream(), TerminalStream()
+    terminal = on(monkeypatch, out, err)
+    for write in (terminal.note, terminal.error, terminal.aside):
+        write("one\x1b[2J\ntwo\r")
+    shown = err.getvalue().replace("\x1b[2m", "").replace("\x1b[0m", "")
+    assert shown == "one\\x1b[2J\ntwo\\r\n" * 3
+
+
 @pytest.mark.parametrize(
     ("argv", "found", "name"),
     [

@@ -113,6 +113,20 @@ def test_an_id_gives_way_to_the_state(width: int) -> None:
     assert "running" in text
 
 
+def test_nothing_from_the_server_controls_the_screen() -> None:
+    now = look(0.0)
+    named = tuple(replace(each, request_id="[bold]x\x1b[2J") for each in now.requests.requests)
+    now = replace(now, requests=replace(now.requests, requests=named))
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    info = replace(flat(ModelInfo, INFO), model_id="a\x1b[2J")
+    console.print(TopFrame("here:1", info, now, [rates_between(None, now)], problem="b\x1b[2J"))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "\x1b" not in text
+    for words in ("a\\x1b[2J on", "b\\x1b[2J", "[bold]x\\x1b[2J "):
+        assert words in text
+
+
 def test_a_spark_line_leaves_out_what_is_not_known() -> None:
     assert spark([0.0, None, 0.5, 1.0, 9.0], 1.0) == "▁ ▅██"
     assert spark([0.0, None]) == "▁ "

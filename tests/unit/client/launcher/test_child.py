@@ -27,6 +27,17 @@ def test_the_end_of_the_log_is_told_with_a_death(tmp_path: Path) -> None:
     assert told.endswith("line 99")
 
 
+def test_the_colours_of_a_log_are_left_out(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    script = r"print('\x1b[2m02:52\x1b[0m \x1b[1;33m WARN\x1b[0m a\x1b[2Jb')"
+    command = [sys.executable, "-c", script]
+    child = Child("gateway", command, lambda: False, tmp_path / "port", lambda *each: seen.append(each))
+    child.wait_until(time.monotonic() + 120)
+    # The terminal that shows a line escapes the rest.
+    assert seen == [("gateway", "02:52  WARN a\x1b[2Jb")]
+    assert [*child.lines] == ["02:52  WARN a\x1b[2Jb"]
+
+
 def test_of_a_torchrun_that_a_rank_ended_the_words_of_the_rank_are_told(tmp_path: Path) -> None:
     banner = r"print('', '*' * 41, 'Setting OMP_NUM_THREADS environment variable', '*' * 41, sep='\n')"
     script = "print('no such flag', 'W1128 Received 15 death signal, shutting down', 'Traceback', sep='\\n'); exit(1)"

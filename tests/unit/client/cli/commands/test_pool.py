@@ -10,7 +10,9 @@ from support.clients.scripted_server import ScriptedServer
 from pagekv.client.cli.commands.pool import _pages
 from pagekv.client.cli.main import main
 from pagekv.client.types import BlockList
+from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 def test_abort_of_nothing_is_no_failure(
@@ -18,6 +20,19 @@ def test_abort_of_nothing_is_no_failure(
 ) -> None:
     server.expect("Abort", pb.AbortResponse())
     assert main(["abort", "gone"]) == 0
+
+
+def test_a_namespace_of_another_caller_neither_controls_the_terminal_nor_begins_a_line(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = "\x1b[2J\x1b[H\nr-2  running"
+    found = operator_pb.RequestInfo(request_id="r-1", namespace=namespace)
+    server.expect("ListRequests", operator_pb.ListRequestsResponse(requests=[found], total=1))
+    server.expect("ListPins", cache_pb.ListPinsResponse(pins=[cache_pb.PinInfo(pin_id="p-1", namespace=namespace)]))
+    for command in ("requests", "pins"):
+        assert main([command]) == 0
+        _, row = capsys.readouterr().out.splitlines()
+        assert r"\x1b[2J\x1b[H\nr-2  running" in row
 
 
 class _Entries(tuple[Any, ...]):
