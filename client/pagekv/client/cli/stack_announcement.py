@@ -32,7 +32,10 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
     listeners = [*stack.targets, *stack.executor_targets, stack.gateway_target, *stack.listening("http")]
     listeners += [endpoint for at in events for endpoint in at.values()]
     reached = [address for address in listeners if address and not is_local(address)]
-    if reached and certificates is None:
+    if certificates is not None:
+        # All others have TLS, or are refused: a manager with identities publishes events on this machine alone.
+        reached = [address for address in reached if address == stack.gateway_target]
+    if reached:
         terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
     openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:

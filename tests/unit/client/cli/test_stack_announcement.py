@@ -14,6 +14,7 @@ from pagekv.client.cli.main import make_parser
 from pagekv.client.cli.stack_announcement import announce
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.launcher.certificates import StackCertificates
+from pagekv.client.launcher.gateway import GatewayConfig
 from pagekv.client.launcher.stack import Stack, StackConfig
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -87,6 +88,27 @@ def test_what_other_machines_reach_is_told(
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
     announce(stack, make_parser().parse(["up"]), Terminal())
     assert "other machines" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gateway", [True, False])
+def test_a_gateway_is_reached_without_tls_also_where_there_are_certificates(
+    gateway: bool, certificates: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PAGEKV_API_KEY", raising=False)
+    config = StackConfig(
+        host="0.0.0.0",
+        port=0,
+        executor_port=0,
+        gateway=GatewayConfig(port=0) if gateway else None,
+        manager_args=["--identities=keys.toml"],
+        certificates=StackCertificates(certificates, mutual=False),
+    )
+    stack = Stack(config)
+    monkeypatch.setattr(stack, "listening", lambda key: ["0.0.0.0:8080"] if key == "http" else [])
+    announce(stack, make_parser().parse(["up"]), Terminal())
+    notes = [line for line in capsys.readouterr().err.splitlines() if "other machines" in line]
+    told = f"other machines can connect, without TLS or a login: {stack.gateway_target}"
+    assert notes == ([told] if gateway else [])
 
 
 @pytest.mark.parametrize("known", [True, False])
