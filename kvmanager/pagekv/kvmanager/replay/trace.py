@@ -143,12 +143,12 @@ def _mooncake(first: tuple[int, str], rest: _Lines, tokens_per_id: int) -> Itera
 
 
 def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
-    header = tuple(next(csv.reader([first[1].strip()])))
+    header = tuple(_fields(*first))
     if header != _AZURE_FIELDS:
         neither = f"neither a JSON object nor the header {','.join(_AZURE_FIELDS)}"
         raise TraceError(f"line {first[0]}: {neither}: {shown(first[1].strip())}")
     for number, line in rest:
-        row = next(csv.reader([line.strip()]))
+        row = _fields(number, line)
         if len(row) != len(header):
             raise TraceError(f"line {number}: must have {len(header)} fields, got {len(row)}")
         try:
@@ -161,6 +161,13 @@ def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
         lengths = [int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text for text in row[1:]]
         checked = [_length(number, field, length) for field, length in zip(header[1:], lengths, strict=True)]
         yield TraceRecord(arrival.timestamp(), checked[0], checked[1], ())
+
+
+def _fields(number: int, line: str) -> list[str]:
+    try:
+        return next(csv.reader([line.strip()]))
+    except csv.Error as error:
+        raise TraceError(f"line {number}: not CSV: {error}") from error
 
 
 def _length(number: int, field: str, value: Any) -> int:

@@ -111,6 +111,7 @@ def test_line_that_is_no_object(tmp_path: Path, line: str, words: str) -> None:
         ("2023-11-16 18:15:46,0,44", "ContextTokens: must be a whole number from 1"),
         ("2023-11-16 18:15:46,374,-1", "GeneratedTokens: must be a whole number from 1"),
         ("2023-11-16 18:15:46,374,4x", "GeneratedTokens: must be a whole number from 1"),
+        (f"2023-11-16 18:15:46,{'3' * 131_073},44", "not CSV: field larger than field limit"),
     ],
 )
 def test_bad_azure_row(tmp_path: Path, row: str, message: str) -> None:
@@ -129,6 +130,9 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
         read_trace(path)
     path.write_text("a,b,c\n1,2,3\n")
     with pytest.raises(TraceError, match="line 1: neither a JSON object nor the header TIMESTAMP"):
+        read_trace(path)
+    path.write_text("a" * 131_073)
+    with pytest.raises(TraceError, match="line 1: not CSV: field larger than field limit"):
         read_trace(path)
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(TraceError, match="not UTF-8"):
