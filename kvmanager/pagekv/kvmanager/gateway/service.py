@@ -214,7 +214,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
 def _zip(directory: Path) -> bytes:
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+    # An archive has no dates before 1980, and files of reproducible builds may have 1970: they get its first date.
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as files:
         for name in TOKENIZER_FILES:
             if (directory / name).is_file():
                 files.write(directory / name, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import os
 import sys
 import zipfile
 from collections import Counter
@@ -277,6 +278,8 @@ async def test_flush_cache_says_whether_it_could(harness: Harness) -> None:
 def test_the_tokenizer_travels_as_an_archive(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(bytes(range(256)) * 1000)
     (tmp_path / "tokenizer_config.json").write_text("{}")
+    # An archive has no dates before 1980.
+    os.utime(tmp_path / "tokenizer_config.json", (0, 0))
     (tmp_path / "model.safetensors").write_text("weights")
     tokenizer = Tokenizer(TOKENIZER._backend, directory=tmp_path)
 
