@@ -59,7 +59,7 @@ def test_an_executor_is_its_managers_alone(name: str) -> None:
         parse_executor(without(command, "--tls-client-ca"), {})
 
 
-# Those of the profile "scale" are left out: the gateway speaks no TLS to them.
+# Managers of the profile "scale" are left out: the gateway speaks no TLS to them.
 @pytest.mark.parametrize("name", ["kvmanager", "kvmanager-tp"])
 def test_with_the_override_clients_are_known(name: str) -> None:
     assert {each for each in MANAGERS if "scale" not in SERVICES[each].get("profiles", ())} == {*WITH_TLS}

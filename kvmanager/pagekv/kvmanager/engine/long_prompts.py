@@ -22,9 +22,8 @@ class LongPrompts:
         self._pack = pack
         # A tenant's turn is held by its call whose prompt is being prepared.
         self.turns = TenantTurns()
-        # Sequences of the calls that have a turn or wait for one, by tenant.
+        # Calls that have a turn or wait for one, by tenant, and their sequences.
         self.num_entering: TenantCounts[str] = TenantCounts()
-        # These calls, by tenant.
         self.num_calls: TenantCounts[str] = TenantCounts()
 
     @contextmanager

@@ -105,8 +105,8 @@ _POLYNOMIAL = tuple(np.float32(each) for each in EXP.polynomial)
 # Not with OPTIONS: LLVM would then add the two parts of ln 2 before using them. LLVM inlines this function.
 @njit(fastmath={"contract"}, error_model="numpy")
 def exp(x: Any) -> Any:
-    """exp of a float32 below 88.38, to 2 units in the last place; beyond, infinity. NumPy's exp would be a function call
-    for each number.
+    """exp of a float32 below 88.38, to 2 units in the last place; infinity above. NumPy's exp would be a call of a
+    function for each number.
     """
     if x < LEAST:
         x = LEAST
