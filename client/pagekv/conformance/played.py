@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,6 +162,8 @@ class PlayedEpoch:
             require(found == (count, count), f"{where}: {found} likeliest tokens and log-probabilities, not {count}")
             odd = [token for token in row.top_token_ids if token >= vocab]
             require(not odd, f"{where}: likeliest tokens {odd}, the vocabulary has {vocab}")
+            values = [row.chosen, *row.top_logprobs]
+            require(all(map(math.isfinite, values)), f"{where}: log-probabilities {values} are not finite")
             expected[row.seq_id].rows.append(row)
         return result
 

@@ -411,7 +411,7 @@ class TokenLogprob(google.protobuf.message.Message):
     token_id: builtins.int
     """The token."""
     logprob: builtins.float
-    """Its natural-log probability, computed from the raw logits; 0 means certain."""
+    """Its natural-log probability, computed from the raw logits; 0 means certain, the least float impossible."""
     def __init__(
         self,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,27 @@ def test_a_result_that_is_not_as_its_step(kit: Kit, result: dict[str, Any], word
         values: dict[str, Any] = {"step": 1, "sampled_seqs": [1], "sampled_tokens": [0], "computed_tokens": 3, **result}
         epoch.call._incoming.get()
         epoch.call._incoming.put(pb.StepResult(epoch=epoch.epoch, **values))
+        with pytest.raises(BrokenRule, match=words):
+            epoch.receive()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"chosen": -math.inf, "top_logprobs": [-1.0]}, r"log-probabilities \[-inf, -1.0\] are not finite"),
+        ({"chosen": -1.0, "top_logprobs": [math.nan]}, r"log-probabilities \[-1.0, nan\] are not finite"),
+        ({"top_token_ids": [256], "top_logprobs": [-1.0]}, r"likeliest tokens \[256\], the vocabulary has 256"),
+    ],
+)
+def test_log_probabilities_that_no_manager_takes(kit: Kit, row: dict[str, Any], words: str) -> None:
+    with kit.epoch() as epoch:
+        _sent(epoch)
+        epoch._in_flight[0][1][0].sampling.logprobs = 1
+        epoch.call._incoming.get()
+        logprobs = pb.SampledLogprobs(seq_id=1, **{"top_token_ids": [5], **row})
+        result = pb.StepResult(epoch=epoch.epoch, step=1, sampled_seqs=[1], sampled_tokens=[0], computed_tokens=3)
+        result.logprobs.append(logprobs)
+        epoch.call._incoming.put(result)
         with pytest.raises(BrokenRule, match=words):
             epoch.receive()
 

@@ -32,6 +32,8 @@ _DIRECTIONS: dict[int, CopyDirection] = {
     pb.MEMORY_OP_KIND_SWAP_OUT: CopyDirection.SWAP_OUT,
     pb.MEMORY_OP_KIND_SWAP_IN: CopyDirection.SWAP_IN,
 }
+# The least float32, for the logarithm of a probability of 0.
+LEAST_LOGPROB = -3.4028234663852886e38
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
@@ -150,9 +152,9 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         logprobs=[
             pb.SampledLogprobs(
                 seq_id=seq_id,
-                chosen=sampled.logprob,
+                chosen=max(sampled.logprob, LEAST_LOGPROB),
                 top_token_ids=[token for token, _ in sampled.top],
-                top_logprobs=[logprob for _, logprob in sampled.top],
+                top_logprobs=[max(logprob, LEAST_LOGPROB) for _, logprob in sampled.top],
             )
             for seq_id, sampled in report.sampled.items()
             if sampled.logprob is not None

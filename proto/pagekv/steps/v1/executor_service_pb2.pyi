@@ -809,14 +809,16 @@ class SampledLogprobs(google.protobuf.message.Message):
     seq_id: builtins.int
     """The sequence."""
     chosen: builtins.float
-    """Natural-log probability of the chosen token under the raw logits, at most 0 but for rounding: at most 0.001."""
+    """Natural-log probability of the chosen token under the raw logits, at most 0 but for rounding: at most 0.001. It is
+    finite: where the logits make a probability 0, it is the least float.
+    """
     @property
     def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The likeliest tokens, best first, each once and below vocab_size."""
 
     @property
     def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Their natural-log probabilities, as many, each with the same bound."""
+        """Their natural-log probabilities, as many, each with the same bounds."""
 
     def __init__(
         self,

@@ -6,14 +6,24 @@ import asyncio
 from array import array
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from google.protobuf.message import Message
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.backend.interface import BackendDescription, BackendFeature, CopyDirection, Sampled, Sampling
+from pagekv.executor.backend.interface import (
+    BackendDescription,
+    BackendFeature,
+    CopyDirection,
+    Sampled,
+    Sampling,
+    SequenceState,
+)
+from pagekv.executor.backend.row_sampler import sample_row
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.attach_check import AttachOrder
 from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep
+from pagekv.kvmanager.engine import executor_wire
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Every field differs from its default and is exact in float32.
@@ -83,6 +93,19 @@ def test_the_attachment_asked_for() -> None:
     names = [field.name for field in pb.AttachRequest.DESCRIPTOR.fields]
     assert names == [field.name for field in fields(AttachOrder)]
     assert wire.attach_order(pb.AttachRequest(**{name: getattr(order, name) for name in names})) == order
+
+
+def test_log_probabilities_of_infinite_logits_are_finite() -> None:
+    """Managers refuse what is not, and with it the whole step."""
+    state = SequenceState(4, [5], 1, [0], 0, Sampling(min_tokens=1, banned_until_min=(1,), logprobs=3))
+    sampled = sample_row(np.array([1.0, np.inf, 2.0, 3.0]), state)
+    assert sampled.token_id == 3
+    assert sampled.logprob == -np.inf
+    message = wire.step_result(ExecutedStep(7, 1, {4: sampled}, 1, 0, 0))
+    result = executor_wire.step_result(pb.StepResult.FromString(message.SerializeToString()))
+    least = float(np.finfo(np.float32).min)
+    (row,) = result.logprobs.values()
+    assert (row.logprob, [value for _, value in row.top[1:]]) == (least, [least, least])
 
 
 def test_results_of_a_step() -> None:
