@@ -158,8 +158,8 @@ class ExecutorConfig:
     log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
     # Empty: no file is written.
     port_file: str = flag(
-        "file to write one JSON line to: the address once the process listens, until then the `phase` of a "
-        "long start, or `cannot_start` with the reason",
+        "file to write one JSON line to once the process listens: the address, and the `phase` of a long start while "
+        "it lasts; or `cannot_start` with the reason",
         default="",
         metavar="PATH",
     )
