@@ -294,16 +294,16 @@ def _read_identity(
         raise InvalidRequest(
             "cache.media_hashes", f"must be empty: the model takes no media, has {len(cache.media_hashes)} entries"
         )
-    asking.check_adapter(request.adapter)
-    check_adapter(request.adapter)
+    check_adapter(request.adapter, asking)
     if cache.HasField("read"):
         read = cache.read
     write = cache.write if cache.HasField("write") else None
     return asking.cache_identity(cache.namespace, read, write)
 
 
-def check_adapter(name: str) -> None:
-    """Raises NotFound for the name of an adapter; "" means no adapter."""
+def check_adapter(name: str, asking: Asking) -> None:
+    """Raises PermissionDenied for an adapter that the tenant may not use, and NotFound for any other; "" means none."""
+    asking.check_adapter(name)
     if name:
         raise NotFound(f"adapter: there is no {_quote(name)}, the model has no adapters", "adapter", name)
 

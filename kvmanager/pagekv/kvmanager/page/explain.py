@@ -9,10 +9,11 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
-from pagekv.kvmanager.api.validation import MAX_NAME_BYTES, check_adapter
+from pagekv.kvmanager.api.validation import MAX_NAME_BYTES, check_adapter, count_text
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 # Most blocks that are explained; the page says how many more the prompt has.
 MAX_BLOCKS = 1000
@@ -22,13 +23,16 @@ _FIELDS = frozenset({"text", "token_ids", "namespace", "adapter"})
 
 
 async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str, Any]:
-    """The answer to an object with "text" or "token_ids". Raises InvalidRequest, NotFound, Unavailable."""
+    """The answer to an object with "text" or "token_ids". Raises InvalidRequest, NotFound, Unavailable, and as
+    ExplainPrefix does PermissionDenied and Overloaded.
+    """
     if not isinstance(asked, dict) or not asked.keys() <= _FIELDS:
         raise InvalidRequest("body", f"must be a JSON object with fields among {', '.join(sorted(_FIELDS))}")
     if ("text" in asked) == ("token_ids" in asked):
         raise InvalidRequest("body", "exactly one of text and token_ids must be given")
-    identity = served.asking.cache_identity(_name(asked, "namespace"), read=True)
-    check_adapter(_name(asked, "adapter"))
+    namespace, adapter = _name(asked, "namespace"), _name(asked, "adapter")
+    check_adapter(adapter, served.asking)
+    identity = served.asking.cache_identity(namespace, read=True)
     prompt = await _prompt(served, asked)
     prepared = await engine.queries.prepare(prompt, identity, served.asking.tenant.name)
     found = await engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS, prepared=prepared)
@@ -65,6 +69,7 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> Sequence[int]:
     if "text" in asked:
         if not _is_text(asked["text"]):
             raise InvalidRequest("text", "must be text")
+        count_text(types_pb2.Prompt(text=asked["text"]), served.asking)
         limit = f"the context has {model.max_model_len} tokens"
         reader = PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, limit)
         return await reader.text("text", asked["text"])

@@ -12,11 +12,15 @@ from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER
 from support.event_loop import run_by
 
-from pagekv.common.errors import InvalidRequest, NotFound
+from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PermissionDenied
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.page.explain import explain
+from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.tenants.accounts import Account
+from pagekv.kvmanager.tenants.asking import Asking
+from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import cache_service_pb2 as pb
 
 
@@ -78,3 +82,27 @@ def test_bad_fields_are_refused_by_name(asked: object, words: str) -> None:
 def test_an_adapter_is_not_found() -> None:
     with pytest.raises(NotFound, match="adapter: there is no 'lora'"):
         asyncio.run(explain(FakeEngine(), Served(MODEL, None), {"token_ids": [1], "adapter": "lora"}))
+
+
+def asked_for(limits: TenantLimits) -> Served:
+    """A model and its tokenizer, and a tenant with these limits that asks for it."""
+    tenant = Tenant("alice", 1)
+    account = Account(tenant)
+    account.set_limits(limits)
+    return Served(MODEL, TOKENIZER, Asking(tenant, account))
+
+
+def test_a_text_is_counted_for_its_tenant() -> None:
+    """As the text of ExplainPrefix is."""
+    served = asked_for(TenantLimits(tokenized_bytes_per_second=1))
+    asyncio.run(explain(FakeEngine(), served, {"text": "void"}))
+    with pytest.raises(Overloaded, match="tokenized_bytes_per_second: your tenant may use 1"):
+        asyncio.run(explain(FakeEngine(), served, {"text": "void"}))
+    asyncio.run(explain(FakeEngine(), served, {"token_ids": [1]}))
+
+
+def test_an_adapter_that_the_tenant_may_not_use_is_refused() -> None:
+    """Whether there is such an adapter or not."""
+    served = asked_for(TenantLimits(adapters=frozenset()))
+    with pytest.raises(PermissionDenied, match="adapter: your tenant may not use 'lora'"):
+        asyncio.run(explain(FakeEngine(), served, {"token_ids": [1], "adapter": "lora"}))
