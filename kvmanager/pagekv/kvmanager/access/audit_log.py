@@ -37,8 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """One line for each event, written soon. Lines that cannot be written are counted in `lost_lines`, so that a full
-    disk does not stop serving. If the file is moved away, as log rotation does, a new file is begun at its path.
+    """One line for each event, written soon. Lines that cannot be written, or only in part, are counted in
+    `lost_lines`, so that a full disk does not stop serving. If the file is moved away, as log rotation does, a new file
+    is begun at its path.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
@@ -48,6 +49,8 @@ class AuditLog:
         self._file = _open(path)
         # Only a regular file is rotated, not a terminal, for example.
         self._may_move = stat.S_ISREG(os.fstat(self._file).st_mode)
+        # Whether the file ends with a part of a line, for whose rest there was no room.
+        self._cut = False
         self._second = -1
         self._refusals = self._limited = self._left_out = 0
         self._complained_at = -math.inf
@@ -135,12 +138,21 @@ class AuditLog:
         while (line := self._waiting.get()) is not None:
             try:
                 self._follow()
-                # A single write for each line: with O_APPEND, lines of two processes do not mix.
-                if os.write(self._file, line) < len(line):
-                    raise OSError("no room on the disk for a whole line")
+                self._write(line)
             except OSError as error:
                 self._not_written += 1
                 self._complain(str(error))
+
+    def _write(self, line: bytes) -> None:
+        """Raises OSError, also if only a part was written."""
+        # Behind a part of a line, this one would be unreadable, too.
+        data = b"\n" + line if self._cut else line
+        # A single write for each line: with O_APPEND, lines of two processes do not mix.
+        written = os.write(self._file, data)
+        if written:
+            self._cut = not data[:written].endswith(b"\n")
+        if written < len(data):
+            raise OSError("no room on the disk for a whole line")
 
     def _follow(self) -> None:
         """Opens the path again if it is no longer the open file. Raises OSError."""
@@ -152,6 +164,7 @@ class AuditLog:
             same = False
         if not same:
             former, self._file = self._file, _open(self._path)
+            self._cut = False
             os.close(former)
 
     def _complain(self, reason: str) -> None:

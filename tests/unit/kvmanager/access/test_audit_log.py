@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import stat
 import threading
 import time
@@ -43,6 +44,11 @@ def soon_lines(path: Path, count: int) -> list[dict[str, Any]]:
     """The lines, once there are so many, of a log that is open."""
     wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
     return lines(path)
+
+
+def until_lost(log: AuditLog, count: int) -> None:
+    """Returns once so many lines are lost."""
+    wait_until(lambda: log.lost_lines == count)
 
 
 def test_a_line_for_each_event(tmp_path: Path) -> None:
@@ -159,6 +165,44 @@ def test_a_disk_that_is_full_is_counted_and_told_once_a_minute(
     log.called("olga", "", CALL)
     close(log)
     assert log.lost_lines == 7
+
+
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
+    """A limit of the size of files stands in for the disk."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path, Clock(NOON))
+    log.called("one", "", CALL)
+    soon_lines(path, 1)
+    size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Room for a part of a line, and then for the end of that line.
+    for lost, more in enumerate((20, 1, 0), 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
+        try:
+            log.called("lost", "", CALL)
+            until_lost(log, lost)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    log.called("two", "", CALL)
+    close(log)
+    first, part, last = path.read_text("ascii").splitlines()
+    assert [json.loads(line)["identity"] for line in (first, last)] == ["one", "two"]
+    assert len(part) == 20
+    assert log.lost_lines == 3
+
+
+def test_a_file_that_is_begun_behind_a_line_that_was_cut_off_has_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "audit.jsonl", os.write
+    log = AuditLog(path, Clock(NOON))
+    with monkeypatch.context() as full:
+        full.setattr("pagekv.kvmanager.access.audit_log.os.write", lambda file, data: real(file, data[:20]))
+        log.called("lost", "", CALL)
+        until_lost(log, 1)
+    path.unlink()
+    log.called("one", "", CALL)
+    close(log)
+    assert [line["identity"] for line in lines(path)] == ["one"]
 
 
 def test_a_disk_that_stands_still_holds_up_no_call_and_few_lines_wait(
