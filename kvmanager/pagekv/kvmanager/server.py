@@ -291,12 +291,14 @@ class Manager:
         tenants = TenantCollector(self.engine.statistics, self.engine.accounts)
         metrics = metrics_routes(collector, AccessCollector(self._access), tenants)
         routes = [*metrics, *health_routes(self._not_ready), *self._page_routes(requests)]
+        gate = self._access.gate
         http = HttpServer(
             observe.http_listen,
             routes,
             observe.http_names,
             tls=self._access.http_context(),
-            admit=None if self._access.gate is None else self._access.gate.admit_request,
+            admit=None if gate is None else gate.admit_request,
+            refused=None if gate is None else gate.note_refused_request,
         )
         self._opened.push_async_callback(http.stop)
         try:

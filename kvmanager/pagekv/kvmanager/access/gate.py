@@ -66,6 +66,18 @@ def _peer(context: Any) -> str:
     return unquote(context.peer())
 
 
+def _route_of(request: web.Request) -> tuple[str, str]:
+    """The route as in ROLE_OF_ROUTE."""
+    resource = request.match_info.route.resource
+    method = "GET" if request.method == "HEAD" else request.method
+    return method, resource.canonical if resource is not None else ""
+
+
+def _call_of(request: web.Request, route: tuple[str, str]) -> str:
+    """The name of a request in the record."""
+    return f"{route[0]} {route[1] or request.path[:128]}"
+
+
 class Gate:
     """Lets in the callers of one identities file, which is read again when it changes."""
 
@@ -124,30 +136,35 @@ class Gate:
         were not let in have been counted already.
         """
         known = caller.get()
-        if known is None:
-            return
+        if known is not None:
+            self._note_refusal(known, _peer(context), method, error)
+
+    def note_refused_request(self, request: web.Request, error: PageKVError) -> None:
+        """`note_refusal` for HTTP requests."""
+        known = caller.get()
+        if known is not None:
+            self._note_refusal(known, request.remote or "", _call_of(request, _route_of(request)), error)
+
+    def _note_refusal(self, known: Identity, peer: str, call: str, error: PageKVError) -> None:
         if isinstance(error, PermissionDenied):
             self._refusals[_NOT_ALLOWED] += 1
             if self.audit_log is not None:
-                self.audit_log.refused(known.name, _peer(context), method, str(error))
+                self.audit_log.refused(known.name, peer, call, str(error))
         elif isinstance(error, (LimitExceeded, Overloaded)) and self.audit_log is not None:
-            self.audit_log.limited(known.name, _peer(context), method, str(error))
+            self.audit_log.limited(known.name, peer, call, str(error))
 
     async def admit_request(self, request: web.Request) -> None:
         """`admit_call` for HTTP requests."""
         # One task answers all requests of a connection, so the caller of the request before must not stay.
         caller.set(None)
-        resource = request.match_info.route.resource
-        method = "GET" if request.method == "HEAD" else request.method
-        route = (method, resource.canonical if resource is not None else "")
+        route = _route_of(request)
         if route in OPEN_ROUTES:
             return
         connection = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
         encoded = connection.getpeercert(binary_form=True) if connection is not None else None
         certificate = ssl.DER_cert_to_PEM_cert(encoded).encode() if encoded else None
         shown, named = (request.headers.getall(name, []) for name in (_AUTHORIZATION, TENANT))
-        call = f"{route[0]} {route[1] or request.path[:128]}"
-        attempt = _Attempt(request.remote or "", call, shown, named, certificate)
+        attempt = _Attempt(request.remote or "", _call_of(request, route), shown, named, certificate)
         known = await self._let_in(attempt, lambda known: check_route(known, *route))
         if ROLE_OF_ROUTE.get(route) is Role.OPERATE:
             self._note_call(known, attempt)

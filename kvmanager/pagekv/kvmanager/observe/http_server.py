@@ -89,13 +89,14 @@ class HttpServer:
         *,
         tls: ssl.SSLContext | None = None,
         admit: Callable[[web.Request], Awaitable[None]] | None = None,
+        refused: Callable[[web.Request, PageKVError], None] | None = None,
     ) -> None:
         """`listen` is host:port; port 0 means a free port. `names`: further names of the server, in lower case. `admit`
         raises Unauthenticated, PermissionDenied or InvalidRequest for a request that must not be answered; without it
-        all requests are answered.
+        all requests are answered. `refused` is called for each request that ends with such an error.
         """
         self._tls = tls
-        self._admit = admit
+        self._admit, self._refused = admit, refused
         host, _, port = listen.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._names = frozenset(names)
@@ -164,6 +165,8 @@ class HttpServer:
                 await _read_body(request)
             return await handler(request)
         except PageKVError as error:
+            if self._refused is not None:
+                self._refused(request, error)
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
             field = {"field": error.field} if isinstance(error, InvalidRequest) else {}
             # With this header a browser asks its user for a name and a key.

@@ -368,3 +368,30 @@ def test_what_is_refused_behind_the_gate_is_recorded_too(entrance: Entrance) -> 
     ]
     counted = {reason: count for reason, count in entrance.gate.refusals.items() if count}
     assert counted == {"no_identity": 1, "not_allowed": 1}
+
+
+def test_requests_that_are_refused_behind_the_gate_are_recorded_too(entrance: Entrance) -> None:
+    async def answer() -> None:
+        request = http_request("POST", "/api/explain", bearer("olga-key"))
+        await entrance.gate.admit_request(request)
+        for error in (
+            PermissionDenied("the tenant olga is not known"),
+            Overloaded("16 pages are open", 1.0),
+            NotFound("no such adapter"),
+        ):
+            entrance.gate.note_refused_request(request, error)
+        stranger = http_request("GET", "/", bearer("wrong-key"))
+        with pytest.raises(Unauthenticated) as refused:
+            await entrance.gate.admit_request(stranger)
+        entrance.gate.note_refused_request(stranger, refused.value)
+
+    asyncio.run(answer())
+    lines = [(line["event"], line["identity"], line["call"], line["reason"]) for line in entrance.recorded()]
+    assert lines == [
+        ("called", "olga", "POST /api/explain", ""),
+        ("refused", "olga", "POST /api/explain", "the tenant olga is not known"),
+        ("refused", "olga", "POST /api/explain", "16 pages are open"),
+        ("refused", "", "GET /", "unknown key"),
+    ]
+    counted = {reason: count for reason, count in entrance.gate.refusals.items() if count}
+    assert counted == {"unknown_key": 1, "not_allowed": 1}
