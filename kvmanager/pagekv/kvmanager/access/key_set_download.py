@@ -9,13 +9,15 @@ import ssl
 import threading
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagekv.common.loopback import is_loopback
 from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES
 
-# Seconds for the download, without the lookup of the name, which the system bounds.
+# Seconds for the download behind the lookup of the name, which the system bounds.
 LIMIT_S = 5.0
 
 
@@ -25,30 +27,84 @@ class KeySetDownloadError(Exception):
 
 def download_key_set(url: str, limit_s: float = LIMIT_S) -> bytes:
     """The body of the answer. Blocks, so it has to run in a thread. Raises KeySetDownloadError."""
-    deadline = time.monotonic() + limit_s
     parts = urlsplit(url)
-    too_late = threading.Event()
+    deadline = _Deadline(limit_s)
     try:
-        connection = _connection(parts, limit_s)
-        try:
+        with closing(deadline), closing(_connection(parts, limit_s)) as connection:
+            # Called by `connect`, which then asks a proxy and makes the handshake of TLS.
+            connection._create_connection = deadline.open  # type: ignore[attr-defined]  # the stubs lack it
             connection.connect()
-            # The connection's own timeout bounds only single reads, which a server passes by sending a byte now and
-            # then.
-            alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _cut, (connection.sock, too_late))
-            alarm.daemon = True
-            alarm.start()
-            try:
-                body = _get(connection, parts)
-            finally:
-                alarm.cancel()
-        finally:
-            connection.close()
+            body = _get(connection, parts)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        is_late = too_late.is_set() or isinstance(error, TimeoutError)
+        is_late = deadline.is_over or isinstance(error, TimeoutError)
         raise KeySetDownloadError(f"took longer than {limit_s:g} s" if is_late else _words(error)) from error
-    if too_late.is_set():
+    if deadline.is_over:
         raise KeySetDownloadError(f"took longer than {limit_s:g} s")
     return body
+
+
+class _Deadline:
+    """Bounds all that happens on one connection. The connection's own timeout bounds only single reads, which a server
+    or a proxy passes by sending a byte now and then.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._alarm: threading.Timer | None = None
+        # The alarm's own descriptor of the connection, because TLS takes that of the socket.
+        self._connected: socket.socket | None = None
+        self.is_over = False
+
+    def open(self, address: tuple[str, int], *_: object) -> socket.socket:
+        """A connection to a server, whose time begins now. Raises OSError."""
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        end = time.monotonic() + self._limit_s
+        connected = _first(found, end)
+        connected.settimeout(self._limit_s)
+        self._connected = connected.dup()
+        alarm = threading.Timer(max(0.0, end - time.monotonic()), self._cut, (self._connected,))
+        alarm.daemon = True
+        alarm.start()
+        self._alarm = alarm
+        return connected
+
+    def _cut(self, connected: socket.socket) -> None:
+        self.is_over = True
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm.join()
+        if self._connected is not None:
+            self._connected.close()
+
+
+def _first(found: Sequence[tuple[Any, ...]], end: float) -> socket.socket:
+    """A connection to the first of these addresses, as from `getaddrinfo`, that accepts one. Raises OSError."""
+    refused: OSError | None = None
+    for each in found:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        try:
+            return _connected(each, left_s)
+        except OSError as error:
+            refused = error
+    raise refused or OSError("the name has no address")
+
+
+def _connected(found: tuple[Any, ...], limit_s: float) -> socket.socket:
+    family, kind, protocol, _, address = found
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.settimeout(limit_s)
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _get(connection: http.client.HTTPConnection, parts: SplitResult) -> bytes:
@@ -81,12 +137,6 @@ def _connection(parts: SplitResult, limit_s: float) -> http.client.HTTPConnectio
     headers = {"Proxy-Authorization": f"Basic {base64.b64encode(login).decode()}"} if through.username else {}
     tunnel.set_tunnel(host, port or 443, headers)
     return tunnel
-
-
-def _cut(connected: socket.socket, too_late: threading.Event) -> None:
-    too_late.set()
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _words(error: Exception) -> str:

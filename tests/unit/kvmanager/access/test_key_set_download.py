@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from contextlib import ExitStack, suppress
 
 import pytest
 from support.access.key_server import key_server
@@ -102,6 +104,65 @@ def test_other_hosts_are_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch
             download_key_set("https://login.invalid/keys")
         assert proxy.asked == ["login.invalid:443"]
         assert "secret" not in str(caught.value)
+
+
+def test_a_proxy_that_sends_a_byte_now_and_then_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with key_server() as proxy:
+        # Its answer would take ten seconds.
+        proxy.pause_s, proxy.slow_headers, proxy.location = 0.05, True, "x" * 200
+        _always_through_a_proxy(monkeypatch)
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
+        begun = time.monotonic()
+        with pytest.raises(KeySetDownloadError, match=r"took longer than 0.3 s"):
+            download_key_set("https://login.invalid/keys", SHORT_S)
+        assert time.monotonic() - begun < 10 * SHORT_S
+
+
+def test_a_handshake_that_sends_a_byte_now_and_then_is_left() -> None:
+    """Behind the head of the longest record of TLS, in which the server's first message would be."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"\x16\x03\x03\x40\x00")
+                while not ended.wait(0.05):
+                    connection.sendall(b"\x02")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        begun = time.monotonic()
+        try:
+            with pytest.raises(KeySetDownloadError, match=r"took longer than 0.3 s"):
+                download_key_set(f"https://127.0.0.1:{server.getsockname()[1]}/", SHORT_S)
+            assert time.monotonic() - begun < 10 * SHORT_S
+        finally:
+            ended.set()
+            dripping.join()
+
+
+def test_a_name_of_many_addresses_that_answer_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as full, ExitStack() as waiting:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", full.getsockname())] * 20
+        # Connections that nobody accepts: the system takes no further one.
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+        begun = time.monotonic()
+        with pytest.raises(KeySetDownloadError, match=r"took longer than 0.3 s"):
+            download_key_set("http://login.invalid/keys", SHORT_S)
+        assert time.monotonic() - begun < 10 * SHORT_S
+
+
+def test_another_address_of_a_name_is_asked_where_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with key_server(b"keys") as server, held_port() as nobody:
+        places = [("127.0.0.1", nobody), ("127.0.0.1", server.port)]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+        assert download_key_set("http://login.invalid/keys") == b"keys"
 
 
 def test_a_proxy_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
