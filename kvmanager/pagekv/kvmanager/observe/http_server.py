@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -30,13 +29,15 @@ from pagekv.common.errors import (
     Unavailable,
 )
 from pagekv.common.loopback import ip_address, is_loopback
+from pagekv.kvmanager.observe.http_listener import HttpListener
 
 # Most bytes of a request's body, which is a prompt to explain. Parsing so much JSON takes up to 2 ms.
 MAX_BODY_BYTES = 64 * 2**10
 # Most connections; and they use at most one in DESCRIPTOR_SHARE of the process's file descriptors.
 MAX_CONNECTIONS = 128
 DESCRIPTOR_SHARE = 8
-# Seconds that a client gets to send the headers of its next request, to send a body, and to read some of an answer.
+# Seconds that a client gets to send the headers of its next request, as many for the handshake of TLS before the first,
+# to send a body, and to read some of an answer.
 HEADERS_S = 15.0
 BODY_S = 15.0
 ANSWER_S = 30.0
@@ -111,7 +112,7 @@ class HttpServer:
             shutdown_timeout=SHUTDOWN_S,
             keepalive_timeout=HEADERS_S,
         )
-        self._listening: asyncio.Server | None = None
+        self._listener: HttpListener | None = None
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_connections = max(1, min(MAX_CONNECTIONS, descriptors // DESCRIPTOR_SHARE))
         # Connections with a request that is being answered.
@@ -124,35 +125,21 @@ class HttpServer:
         assert server is not None
         server.request_handler = _refusing_expectations(server.request_handler)
         server.request_factory = _with_target(server.request_factory)
-        loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(
-            self._connection,
-            self._host,
-            self._port,
-            ssl=self._tls,
-            ssl_handshake_timeout=HEADERS_S if self._tls is not None else None,
+        self._listener = HttpListener(
+            server,
+            self._answering,
+            most=self._max_connections,
+            tls=self._tls,
+            handshake_s=HEADERS_S,
+            silence_s=ANSWER_S,
         )
-        for listener in self._listening.sockets:
-            # Connections inherit the option: a connection that acknowledges nothing for so long is closed (tcp(7)).
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ANSWER_S * 1000))
-        return int(self._listening.sockets[0].getsockname()[1])
+        return await self._listener.start(self._host, self._port)
 
     async def stop(self) -> None:
         """Ends open responses and closes the port. Idempotent."""
-        if self._listening is not None:
-            self._listening.close()
+        if self._listener is not None:
+            await self._listener.stop()
         await self._runner.cleanup()
-
-    def _connection(self) -> asyncio.BaseProtocol:
-        """Serves a new connection. Beyond the bound the oldest idle one is closed, or the new one if none is idle."""
-        server = self._runner.server
-        assert server is not None
-        if len(server.connections) >= self._max_connections:
-            idle = next((each for each in server.connections if each not in self._answering), None)
-            if idle is None or idle.transport is None:
-                return _Closed()
-            idle.transport.abort()
-        return server()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -234,13 +221,6 @@ async def _read_body(request: web.Request) -> None:
             await request.read()
     except TimeoutError as error:
         raise web.HTTPRequestTimeout(text=f"the body must come within {BODY_S:g} s\n") from error
-
-
-class _Closed(asyncio.Protocol):
-    """A connection that is not served."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
