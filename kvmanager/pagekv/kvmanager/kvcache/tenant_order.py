@@ -155,7 +155,9 @@ class TenantOrder:
 
     def yields(self, tenant: int, taker: int) -> bool:
         """Whether the taker can get blocks that a request of `tenant` frees; else the tenant's floor keeps them."""
-        return tenant == taker or self._footprint[tenant] > self._floor[tenant]
+        # Freed blocks stay cached, in the footprint. A tenant that holds no more than its floor gives nothing by them.
+        held = self._footprint[tenant] - self._cached[tenant]
+        return tenant == taker or bool(held > self._floor[tenant])
 
     def _counts(self, blocks: Blocks) -> NDArray[np.int64]:
         """How many of these blocks, which have owners, each tenant has."""

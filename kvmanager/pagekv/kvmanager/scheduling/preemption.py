@@ -5,7 +5,7 @@ tenants it is the last request of the tenant with the largest share for its weig
 of one request, or the beams of one search, are preempted together, and blocks that they share are copied once. Only
 sequences that did not fit together before are preempted one by one.
 
-A tenant that has no more than its floor is not preempted for another tenant: its freed blocks would be kept for it.
+A tenant that holds no more than its floor is not preempted for another tenant: its freed blocks would be kept for it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
-from pagekv.kvmanager.scheduling.sequence import SeqStatus
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 NO_BLOCKS = np.empty(0, np.int32)
 
@@ -121,6 +121,33 @@ def test_nobody_is_preempted_for_nothing() -> None:
     driver.drain()
     assert all(finished(request) for request in (older, other, within))
     assert [request.preemptions for request in (older, other, within)] == [0, 1, 0]
+
+
+def submit_growing(driver: Driver, tenant: int, num_blocks: int) -> LiveRequest:
+    """A request that fills all of so many blocks but the last when it has got its first tokens."""
+    number = len(driver.requests)
+    prompt = [(number * (at + 1) + at) % VOCAB for at in range((num_blocks - 1) * driver.block_size - 2)]
+    return driver.submit(prompt, driver.block_size + 1, tenant=Tenant("", tenant), identity=CacheIdentity(str(number)))
+
+
+def test_a_tenant_is_preempted_down_to_its_floor_and_no_further() -> None:
+    """What it gives up beyond stays cached for it. So the next victim is a tenant that has blocks to give."""
+    driver = Driver(num_blocks=160, block_size=16, max_batch_tokens=4096, max_running=24, watermark=0.01, depth=1)
+    driver.scheduler.set_tenants({}, {1: 99})
+    first = submit_growing(driver, 2, 10)
+    within, other = ([submit_growing(driver, tenant, 10) for _ in range(count)] for tenant, count in ((1, 11), (3, 4)))
+    while driver.pool.num_free:
+        assert driver.step()
+    assert [footprint(driver, tenant) for tenant in (1, 2, 3)] == [110, 10, 40]
+    driver.scheduler.waiting.served.charge_output(3, 1000)
+    late = submit_growing(driver, 2, 20)
+    while late.sequences[0].state is not SeqStatus.RUNNING:
+        assert driver.step()
+    # After two it holds 90. The first gave ten blocks, the second the one that was not full.
+    assert [request.preemptions for request in within] == [0] * 9 + [1] * 2
+    assert [request.preemptions for request in other] == [0, 0, 0, 1]
+    driver.drain()
+    assert all(finished(request) for request in (first, late, *within, *other))
 
 
 def test_searches_of_two_tenants_do_not_preempt_each_other_in_turns() -> None:
