@@ -5,7 +5,8 @@ tenants it is the last request of the tenant with the largest share for its weig
 of one request, or the beams of one search, are preempted together, and blocks that they share are copied once. Only
 sequences that did not fit together before are preempted one by one.
 
-A tenant that holds no more than its floor is not preempted for another tenant: its freed blocks would be kept for it.
+A tenant that holds no more than its floor is not preempted for blocks of another tenant: those that it freed would be
+kept for it. For a running slot it is.
 """
 
 from __future__ import annotations
@@ -91,13 +92,16 @@ class Preemption:
         most = max(slots / self._tables.limits.max_running, blocks / self._tables.pool.num_blocks)
         return most / self._waiting.served.weight(tenant)
 
-    def _most_first(self, taker: int) -> list[int]:
-        """Tenants whose running sequences may be preempted for a sequence of `taker`, largest share first."""
+    def _most_first(self, taker: int, *, for_blocks: bool = True) -> list[int]:
+        """Tenants whose running sequences may be preempted for blocks of `taker`, or else for slots, largest share
+        first.
+        """
         if not self._waiting.served.several:
             return [taker]
         tenants, shares = self._tables.pool.tenants, self._shares()
-        may = [other for other in shares if other == taker or tenants is None or tenants.yields(other, taker)]
-        return sorted(may, key=shares.__getitem__, reverse=True)
+        if for_blocks and tenants is not None:
+            shares = {other: share for other, share in shares.items() if tenants.yields(other, taker)}
+        return sorted(shares, key=shares.__getitem__, reverse=True)
 
     def make_room(self, group: list[Seq], slots: int, free_blocks: int) -> None:
         """Preempts requests of other tenants until enough slots and blocks are free for the group at the head of the
@@ -112,10 +116,11 @@ class Preemption:
         own = [sequence for sequence in self._running.order if sequence.tenant == tenant]
         # Beams are admitted if one slot is free, but each of them takes one in the running order.
         share = self._share(tenant, len(own) + len(group), sum(len(each.block_table) for each in own) + blocks)
-        free_blocks = free_blocks or blocks
-        while len(self._running.order) + slots > limits.max_running or pool.num_free_for(tenant) < free_blocks:
+        free_blocks, most = free_blocks or blocks, limits.max_running - slots
+        while (lacks_blocks := pool.num_free_for(tenant) < free_blocks) or len(self._running.order) > most:
             shares, last = self._shares(), None
-            for other in self._most_first(tenant):
+            # First blocks, then slots: a slot alone would be freed for nothing.
+            for other in self._most_first(tenant, for_blocks=lacks_blocks):
                 if served.place(other) > served.place(tenant) and shares[other] > share and last is None:
                     last = self._last_of(other)
             if last is None:

@@ -150,6 +150,26 @@ def test_a_tenant_is_preempted_down_to_its_floor_and_no_further() -> None:
     assert all(finished(request) for request in (first, late, *within, *other))
 
 
+@pytest.mark.parametrize(("num_blocks", "fits"), [(5, True), (20, True), (21, False)])
+def test_a_floor_keeps_blocks_and_no_running_slots(num_blocks: int, fits: bool) -> None:
+    """A tenant within its floor gives a slot to one that has been served less, unless that lacks blocks as well."""
+    driver = Driver(num_blocks=100, block_size=16, max_batch_tokens=4096, max_running=4, depth=1)
+    driver.scheduler.set_tenants({}, {1: 50})
+    fill(driver, 1, 20)
+    first = submit_growing(driver, 2, 31)
+    within = [submit_growing(driver, 1, 11) for _ in range(3)]
+    while not all(request.sequences[0].state is SeqStatus.RUNNING for request in (first, *within)):
+        assert driver.step()
+    assert (footprint(driver, 1), driver.pool.num_free_for(2)) == (50, 20)
+    late = driver.submit([50] * (16 * num_blocks - 4), max_tokens=2, tenant=Tenant("", 2))
+    driver.step()
+    driver.plan()
+    assert (late.sequences[0].state is SeqStatus.RUNNING) == fits
+    assert [request.preemptions for request in within] == [0, 0, int(fits)]
+    driver.drain()
+    assert all(finished(request) for request in (first, late, *within))
+
+
 def test_searches_of_two_tenants_do_not_preempt_each_other_in_turns() -> None:
     """Either takes all slots, computes its beams again in two steps, and would have less than its share of one slot."""
     driver = Driver(num_blocks=12, max_batch_tokens=5, max_running=3)
