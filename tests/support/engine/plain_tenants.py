@@ -64,21 +64,26 @@ class PlainTenants:
                 del self.owner[block]
                 self.proven.discard(block)
                 self.blank.append(block)
-        total = sum(self.weights.get(tenant, 1.0) for tenant in set(self.owner.values()))
         for tenant in sorted({self.owner[block] for block in blocks if block in published}):
-            mine = self.lists.setdefault(tenant, PlainLists(0, 0, 0))
-            mine.proven = self.proven
-            mine.capacity = int(self.protected * (self.weights.get(tenant, 1.0) / total))
-            mine.depth = min(mine.capacity, max(1, mine.capacity // 8))
+            mine = self.shared(tenant)
             mine.append([block for block in blocks if block in published and self.owner[block] == tenant])
+
+    def shared(self, tenant: int) -> PlainLists:
+        """A tenant's lists, with its share of the protected blocks."""
+        total = sum(self.weights.get(owner, 1.0) for owner in set(self.owner.values()))
+        mine = self.lists.setdefault(tenant, PlainLists(0, 0, 0))
+        mine.proven = self.proven
+        mine.capacity = int(self.protected * (self.weights.get(tenant, 1.0) / total))
+        mine.depth = min(mine.capacity, max(1, mine.capacity // 8))
+        return mine
 
     def remove(self, blocks: list[int]) -> None:
         for block in blocks:
             self.lists[self.owner[block]].remove([block])
 
     def hit(self, blocks: list[int]) -> None:
-        if blocks and self.owner[blocks[0]] in self.lists:
-            self.lists[self.owner[blocks[0]]].hit(blocks)
+        if blocks:
+            self.shared(self.owner[blocks[0]]).hit(blocks)
 
     def invalidate(self, blocks: list[int]) -> None:
         for block in blocks:

@@ -204,11 +204,9 @@ class TenantOrder:
         self._num_cached += len(blocks)
         counts = self._counts(blocks)
         self._cached += counts
-        weights = float(self._weight[self._footprint > 0].sum())
+        weights = self._sum_of_weights()
         for number, mine in self._divided(blocks, counts):
-            order = self._orders[number]
-            order.share(int(self._num_protected * (float(self._weight[number]) / weights)))
-            order.append(mine)
+            self._order_of(number, weights).append(mine)
 
     def remove(self, blocks: Blocks) -> None:
         """Removes free cached blocks that are held again."""
@@ -231,7 +229,18 @@ class TenantOrder:
     def hit(self, blocks: Blocks) -> None:
         """As in `EvictionOrder`, in the order of the tenant that owns the first block."""
         if len(blocks):
-            self._orders[int(self._owner[blocks[0]])].hit(blocks)
+            # No block of the tenant may have been freed since weights changed, or ever.
+            self._order_of(int(self._owner[blocks[0]]), self._sum_of_weights()).hit(blocks)
+
+    def _sum_of_weights(self) -> float:
+        """The sum of the weights of tenants that have blocks."""
+        return float(self._weight[self._footprint > 0].sum())
+
+    def _order_of(self, number: int, weights: float) -> _TenantBlocks:
+        """A tenant's order, with its share of the protected blocks as it is now; `weights` from `_sum_of_weights`."""
+        order = self._orders[number]
+        order.share(int(self._num_protected * (float(self._weight[number]) / weights)))
+        return order
 
     def invalidate(self, blocks: Blocks) -> None:
         """Notes that the content of these blocks, free or held, is void; free blocks become nobody's."""

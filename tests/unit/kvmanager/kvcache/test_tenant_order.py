@@ -179,6 +179,31 @@ def test_a_pool_is_shared_from_the_first_tenant_on() -> None:
     check_pool(cache.pool, [held.tolist()])
 
 
+def test_a_hit_on_held_blocks_protects_them_before_any_was_freed() -> None:
+    cache = Cache(20, 0.5)
+    held = [cache.hold(1, [1, 2, 3, 4]) for _ in range(2)]
+    for blocks in held:
+        assert blocks is not None
+        cache.pool.free(blocks)
+    for begin in (100, 200):
+        cache.read(1, [*range(begin, begin + 10)])
+    root, words = root_digest("model", "1", ""), np.array([[1], [2]], np.uint32)
+    assert len(cache.pool.match(root, chain_digests(root, words.tobytes(), 1), words)) == 1
+
+
+def test_a_hit_protects_as_many_blocks_as_the_weights_of_now_allow() -> None:
+    """An eighth of the tenant's part of 32: beside a weight of 3 that is 8 blocks, with a weight of 99 itself 31."""
+    cache = Cache(40, 0.8)
+    cache.read(1, [*range(8)])
+    assert cache.hold(2, [*range(8)]) is not None
+    for weights, proven in (({2: 3.0}, 1), ({1: 99.0}, 3)):
+        cache.pool.set_tenants(weights, {})
+        blocks = cache.hold(1, [*range(8)])
+        assert blocks is not None
+        assert cache.pool.tenants is not None
+        assert np.flatnonzero(cache.pool.tenants._proven[blocks]).tolist() == [*range(proven)]
+
+
 def test_what_follows_the_block_of_another_tenant_leaves_with_it() -> None:
     """In a namespace that both read, a floor keeps nothing behind what is not the tenant's own."""
     cache = Cache(6)
