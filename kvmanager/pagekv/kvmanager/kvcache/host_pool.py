@@ -94,6 +94,24 @@ class HostPool:
         digests may be new objects, so a block is also found if it follows the block found for the digest before it.
         Changes nothing but the alarm counter.
         """
+        blocks, collisions = self._look_up(digests, tokens, parents, hashed_anew=hashed_anew)
+        self.hash_alarms += collisions
+        return blocks
+
+    def num_missing(self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]) -> int:
+        """How many of these contents `find` would not find. Changes nothing: `keep` raises the alarm for them."""
+        return self._look_up(digests, tokens, parents)[0].count(NO_BLOCK)
+
+    def _look_up(
+        self,
+        digests: Sequence[bytes | None],
+        tokens: NDArray[np.uint32],
+        parents: Sequence[bytes],
+        *,
+        hashed_anew: bool = False,
+    ) -> tuple[list[int], int]:
+        """The blocks as `find` returns them, and how many others have one of the digests for other tokens."""
+        collisions = 0
         held_under = self._block_of.get
         blocks = [NO_BLOCK if digest is None else held_under(digest, NO_BLOCK) for digest in digests]
         at = [position for position, block in enumerate(blocks) if block != NO_BLOCK]
@@ -104,9 +122,9 @@ class HostPool:
                 if hashed_anew and position and digests[position - 1] is parents[position]:
                     before = blocks[position - 1]
                 if not equal or not self._follows(blocks[position], parents[position], before):
-                    self.hash_alarms += not equal
+                    collisions += not equal
                     blocks[position] = NO_BLOCK
-        return blocks
+        return blocks, collisions
 
     def _follows(self, block: int, parent: bytes, before: int) -> bool:
         """Whether a block follows the digest object `parent` or, unless NO_BLOCK, the key object of block `before`."""

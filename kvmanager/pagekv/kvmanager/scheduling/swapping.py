@@ -55,7 +55,7 @@ class Swapper:
         for sequence in group:
             blocks = self._written(sequence)
             places = [place for place, block in enumerate(blocks) if block not in seen]
-            out += self.host.find(*self._contents(sequence, places)).count(NO_BLOCK)
+            out += self.host.num_missing(*self._contents(sequence, places))
             back += len(places)
             tokens += len(places) * size
             if places and places[-1] == len(blocks) - 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.engine.scheduler_driver import Driver, moves, right
 from support.engine.tables_alone import cache, drain, tables_of
@@ -236,6 +237,21 @@ def test_write_back_keeps_what_the_device_evicts() -> None:
     assert again.sequences[0].cached_tokens == 8
     assert right(first)
     assert right(again)
+
+
+def test_a_collision_found_by_a_swap_raises_one_alarm() -> None:
+    """The host pool has other tokens under the digest of a victim's block, which is then kept without a key."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    request = started(driver, list(range(10)), steps=2, max_tokens=6)
+    (victim,) = request.sequences
+    others, _ = driver.host.keep(victim.digests[:1], np.array([[9, 9, 9, 9]], np.uint32), [request.root])
+    driver.host.release(others)
+    driver.scheduler.preempt_all()
+    assert victim.swapped is not None
+    assert driver.host.key(victim.swapped.blocks[0]) is None
+    assert driver.host.hash_alarms == 1
+    driver.drain()
+    assert right(request)
 
 
 def test_a_lost_executor_takes_the_host_pool_with_it() -> None:
