@@ -185,11 +185,10 @@ class BlockTables:
             pool.free(np.array([arrival.source], np.int32))
         if arrival.host_blocks:
             self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
-            self.host.release(arrival.host_blocks)
         elif not arrival.shared:
             # Blocks that were void, or removed by a reset, are not among its blocks any more, so it may publish again.
             sequence.publishes = sequence.request.command.identity.write
-        self.swapper.release(sequence)
+        self.swapper.release(sequence, arrival.host_blocks, len(begin))
         sequence.block_table = array("i", begin.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
         sequence.num_published = len(begin)

@@ -174,12 +174,17 @@ class Swapper:
         self._room.copies.add(CopyKind.SWAP_IN, host_blocks, device_blocks)
         self._counters.swapped_in += len(host_blocks)
 
-    def release(self, sequence: Seq) -> None:
-        """Releases the host blocks kept for the sequence. Contents with a digest stay cached while there is room."""
+    def release(self, sequence: Seq, hits: Sequence[int] = (), first: int = 0) -> None:
+        """Releases the host blocks kept for the sequence, and `hits`, those that `match` found from logical block
+        `first` on and that are held for its admission. Contents with a digest stay cached while there is room.
+        """
         own = self._own(sequence)
-        if own is not None:
-            # The deepest first, so that it is evicted first: it is of no use without the blocks before it.
-            self.host.release(own.held()[::-1])
+        kept = own.blocks if own is not None else []
+        # The deepest first, so that it is evicted first: it is of no use without the blocks before it. Blocks kept for
+        # the sequence among the hits become free as hits.
+        for blocks in (kept[first:], hits, kept[:first]):
+            if blocks:
+                self.host.release([block for block in reversed(blocks) if block != NO_BLOCK])
         sequence.swapped = None
 
     def _own(self, sequence: Seq) -> Swapped | None:

@@ -239,6 +239,48 @@ def test_write_back_keeps_what_the_device_evicts() -> None:
     assert right(again)
 
 
+def test_the_deepest_block_of_a_host_hit_is_evicted_first() -> None:
+    """The others can still be hit; without the first block none of them could."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=3, preemption="swap", depth=1)
+    prompt = list(range(14))
+    victim = started(driver, prompt, max_tokens=3)
+    driver.scheduler.preempt_all()
+    driver.drain()
+    occupy(driver)
+    again = driver.submit(prompt, max_tokens=2)
+    driver.drain()
+    assert again.sequences[0].cached_tokens == 12
+    assert len(moves(driver, IN)) == 3
+    driver.host.keep([None], np.empty((0, 4), np.uint32), [])
+    assert [driver.host.lookup(digest) is not None for digest in again.sequences[0].digests[:3]] == [True, True, False]
+    assert right(victim)
+    assert right(again)
+
+
+def test_blocks_kept_for_a_sequence_are_evicted_before_hits_that_they_follow() -> None:
+    """The first two of its blocks were held by another sequence, which has kept them in the host pool since."""
+    driver = Driver(num_blocks=16, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    shared = list(range(8))
+    first = started(driver, [*shared, 20, 21, 22, 23, 24], steps=2, max_tokens=8)
+    second = started(driver, [*shared, 30, 31, 32, 33, 34], steps=2, max_tokens=8)
+    (victim,) = second.sequences
+    for request in (second, first):
+        driver.scheduler.preemption.preempt(request.sequences[0])
+    assert victim.swapped is not None
+    assert victim.swapped.blocks[:2] == [NO_BLOCK, NO_BLOCK]
+    _, _, third, tail = victim.swapped.blocks
+    driver.abort(first)
+    blocks = driver.pool.allocate(driver.pool.num_free)
+    assert blocks is not None
+    driver.pool.free(blocks)
+    driver.plan()
+    leading = [driver.host.lookup(digest) for digest in victim.digests[:2]]
+    assert [source for source, _ in moves(driver, IN)] == [*leading, third, tail]
+    assert list(driver.host._free)[-4:] == [tail, third, *leading[::-1]]
+    driver.drain()
+    assert right(second)
+
+
 def test_a_collision_found_by_a_swap_raises_one_alarm() -> None:
     """The host pool has other tokens under the digest of a victim's block, which is then kept without a key."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
