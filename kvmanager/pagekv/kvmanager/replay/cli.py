@@ -31,7 +31,8 @@ from pagekv.kvmanager.replay.trace import (
 )
 
 PROG = "pagekv replay"
-_MAX_BLOCKS = 2**31 - 1
+# Positions in free queues fit int32 even if the whole pool is protected, see `engine/sizing.py`.
+_MAX_BLOCKS = 2**29
 _Value = TypeVar("_Value")
 _EPILOG = """\
 examples:

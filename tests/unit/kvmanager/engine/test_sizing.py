@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.engine.engine_harness import Bench, Link, command, config, described, expect, read, run, until
 from support.event_loop import run_by
@@ -15,7 +16,9 @@ from pagekv.kvmanager.engine import sizing
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.replay import cli as replay_cli
 from pagekv.kvmanager.scheduling.encoded_sizes import IdBytes
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -103,11 +106,22 @@ def test_the_first_executor_must_go_with_the_flags(monkeypatch: pytest.MonkeyPat
         asyncio.run(EngineLoop(config(num_device_blocks=65)).run())
 
 
-def test_no_pool_has_more_blocks_than_a_step_can_name() -> None:
+def test_no_pool_has_more_blocks_than_its_columns_can_tell_apart() -> None:
     """Bounds of single fields leave room for 2**62 blocks of one byte."""
     swap = replace(config().limits, swap=SwapPolicy("swap"))
     model = size_model(described(device_kv_bytes=2**62, host_kv_bytes=2**62), config(limits=swap, num_device_blocks=0))
-    assert (model.num_device_blocks, model.num_host_blocks) == (2**31 - 1, 2**31 - 1)
+    assert (model.num_device_blocks, model.num_host_blocks) == (2**30, 2**30)
+
+
+@pytest.mark.parametrize(
+    ("most", "protected_share"), [(sizing.MAX_BLOCKS, config().protected_share), (replay_cli._MAX_BLOCKS, 1.0)]
+)
+def test_positions_in_the_free_queues_of_the_largest_pool_fit_their_column(most: int, protected_share: float) -> None:
+    """The queues grow in proportion to the pool."""
+    order = EvictionOrder(1000, "slru", protected_share)
+    last = order._protected._offset + len(order._protected._entries)
+    assert order._probation._position.dtype == np.int32
+    assert last * most // 1000 < 2**31
 
 
 def _full(*_: object) -> None:

@@ -108,7 +108,7 @@ def test_a_recording_of_steps_is_known_for_what_it_is(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--blocks 10,x", "argument --blocks: each must be a whole number from 1 to 2147483647, got 'x'; or all"),
+        ("--blocks 10,x", "argument --blocks: each must be a whole number from 1 to 536870912, got 'x'; or all"),
         ("--blocks 0", "argument --blocks: each must be"),
         ("--policy lru,mru", "argument --policy: each must be one of lru, slru, none, got 'mru'"),
         ("--block-size 24", "argument --block-size: must be a power of two"),
