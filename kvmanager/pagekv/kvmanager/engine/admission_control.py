@@ -54,16 +54,16 @@ def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int
     others.
     """
     scheduler, config, live, tenant = state.serving(), state.config, state.live, command.tenant
-    tenants = live.num_tenants(tenant.name)
     waiting = scheduler.num_waiting + num_entering
     if waiting + command.n > config.max_queue:
         own = scheduler.waiting.count(tenant.number) + own_entering
-        if not tenant.name or own + command.n > config.max_queue // tenants:
+        if not tenant.name or own + command.n > config.max_queue // live.num_tenants(tenant.name):
             _count_refusal(command, state, "max_queue")
             counts = "" if tenant.name else f": {waiting} sequences wait, at most {config.max_queue}"
             raise Overloaded(f"the queue is full{counts}", RETRY_DELAY_S, config.max_queue, "--max-queue")
     unread, own_unread = live.num_unread.total, live.num_unread[tenant.name]
-    if unread >= config.max_unread and not (tenant.name and own_unread < config.max_unread // tenants):
+    share = config.max_unread // live.num_reading(tenant.name)
+    if unread >= config.max_unread and not (tenant.name and own_unread < share):
         _count_refusal(command, state, "max_unread")
         what = "too many" if tenant.name else unread
         # No flag sets this bound: clients that read never reach it.

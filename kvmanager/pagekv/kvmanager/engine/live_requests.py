@@ -28,6 +28,8 @@ class LiveRequests:
         self._being_read: dict[RequestStream, tuple[str, int]] = {}
         # The sum of these, by tenant: ended sequences whose readers have not taken them.
         self.num_unread: TenantCounts[str] = TenantCounts()
+        # Streams that are not released, by tenant.
+        self._readers: TenantCounts[str] = TenantCounts()
         # Requests of each tenant.
         self._tenants: TenantCounts[str] = TenantCounts()
         # Set while no request is live.
@@ -50,6 +52,7 @@ class LiveRequests:
         self._by_stream[stream] = request
         self._requests.setdefault(command.request_id, {})[command.tenant.name] = request
         self._being_read[stream] = command.tenant.name, 0
+        self._readers.add(command.tenant.name, 1)
         self._tenants.add(command.tenant.name, 1)
         self.idle.clear()
         return request
@@ -70,6 +73,7 @@ class LiveRequests:
         if stream in self._being_read:
             tenant, ended = self._being_read.pop(stream)
             self.num_unread.add(tenant, -ended)
+            self._readers.add(tenant, -1)
         return self.of(stream)
 
     def remove_if_finished(self, request: LiveRequest) -> bool:
@@ -100,3 +104,7 @@ class LiveRequests:
     def num_tenants(self, also: str) -> int:
         """Number of tenants that have live requests, including the tenant `also`."""
         return self._tenants.num_tenants(also)
+
+    def num_reading(self, also: str) -> int:
+        """Number of tenants that have requests which are live or unread, including the tenant `also`."""
+        return self._readers.num_tenants(also)

@@ -117,6 +117,21 @@ def test_answers_that_one_tenant_does_not_read_refuse_no_other() -> None:
     engine_harness.run(body, accounts=accounts, max_unread=4)
 
 
+def test_tenants_that_do_not_read_share_what_may_be_unread() -> None:
+    """Also those whose requests have all ended."""
+    accounts = Accounts()
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        for name, share in (("a", 6), ("b", 3), ("c", 2), ("d", 1)):
+            for at in range(share):
+                engine.submit(of(accounts, name, str(at), [1]))
+            await engine._live.idle.wait()
+            with pytest.raises(Overloaded, match="too many sequences have ended"):
+                engine.submit(of(accounts, name, "more", [1]))
+
+    engine_harness.run(body, accounts=accounts, max_unread=6)
+
+
 def test_limits_of_a_tenant(tmp_path: Path) -> None:
     text = "[tenants.few]\nmax_waiting = 2\n[tenants.slow]\ntokens_per_minute = 12\n[tenants.small]\nmax_blocks = 3\n"
     accounts = accounts_of(tmp_path, text)
