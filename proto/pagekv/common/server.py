@@ -122,8 +122,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 check_known(request)
             return request
 
-        async def read_all(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-            async for data in requests:
+        async def read_all(context: Any) -> AsyncIterator[Any]:
+            while (data := await _next_request(context)) is not grpc.aio.EOF:
                 yield await read(data)
 
         async def begun(requests: AsyncIterator[bytes], context: Any) -> Any:
@@ -131,7 +131,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             if self._admit is not None:
                 await self._admit(method, context)
             if handler.request_streaming:
-                return requests if own else read_all(requests)
+                return requests if own else read_all(context)
             return await read(await _only_request(context))
 
         if handler.response_streaming:
@@ -178,16 +178,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 async def _only_request(context: Any) -> bytes:
     """The request of a call with one request. Raises InvalidRequest if none comes."""
-    try:
-        async with asyncio.timeout(IDLE_MS / 1000):
-            # Not with the iterator of requests, because asyncio would close it in a task of its own for every call.
-            request = await context.read()
-    except TimeoutError:
-        raise InvalidRequest("", f"no request came within {IDLE_MS / 1000:g} s of the call") from None
+    request = await _next_request(context)
     if request is grpc.aio.EOF:
         raise InvalidRequest("", "the call ended without a request")
     found: bytes = request
     return found
+
+
+async def _next_request(context: Any) -> Any:
+    """The next request of a call, or EOF. Raises InvalidRequest if the caller waits too long with it."""
+    try:
+        async with asyncio.timeout(IDLE_MS / 1000):
+            # Not with the iterator of requests, because asyncio would close it in a task of its own for every call.
+            return await context.read()
+    except TimeoutError:
+        raise InvalidRequest("", f"no request came within {IDLE_MS / 1000:g} s of the call") from None
 
 
 class GrpcServer:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.clients.deaf_client import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers
 from support.event_loop import run_by, until
 
@@ -43,10 +44,10 @@ class Open:
         self.errors.append((method, str(error)))
 
 
-def run(body: Callable[[Open, int], Awaitable[None]]) -> None:
+def run(body: Callable[[Open, int], Awaitable[None]], *, reflection: bool = False) -> None:
     async def main() -> None:
         calls = Open()
-        it = GrpcServer("127.0.0.1:0", [], reflection=False, admit=calls.admit, refused=calls.told)
+        it = GrpcServer("127.0.0.1:0", [], reflection=reflection, admit=calls.admit, refused=calls.told)
         port = await it.start()
         try:
             async with asyncio.timeout(120):
@@ -86,6 +87,22 @@ def test_a_call_counts_from_its_headers_on_and_ends_without_its_request(
 
     monkeypatch.setattr(server, "IDLE_MS", 300)
     run(body)
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+def test_reflection_ends_without_a_next_request(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(calls: Open, port: int) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call: Any = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            for _ in range(requests):
+                await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+                assert (await call.read()).list_services_response.service
+            with pytest.raises(grpc.aio.AioRpcError, match=r"no request came within 0\.3 s"):
+                await call.read()
+        await until(lambda: not calls.calls)
+
+    monkeypatch.setattr(server, "IDLE_MS", 300)
+    run(body, reflection=True)
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
