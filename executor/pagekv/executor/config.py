@@ -166,9 +166,10 @@ class ExecutorConfig:
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
     manager_name: str = flag(
-        "common name or DNS name that the manager's certificate must have, with --tls-client-ca",
+        "common name or DNS name that the manager's certificate must have",
         default="pagekv-manager",
         metavar="NAME",
+        needs="tls-client-ca",
     )
     oracle: OracleConfig = field(default_factory=OracleConfig, metadata=flag_group("oracle"))
 

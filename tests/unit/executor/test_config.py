@@ -76,6 +76,12 @@ def test_a_port_that_other_machines_reach_has_to_be_accepted(address: str, capsy
     assert parse_config(["--listen", address, "--insecure"], env={}).listen == address
 
 
+def test_a_name_that_nobody_would_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--manager-name", "other"], {})
+    assert "argument --manager-name: has no effect without --tls-client-ca" in capsys.readouterr().err
+
+
 def test_a_flag_of_the_manager_is_said_to_be_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     own = {each.name for each in declarations(ExecutorConfig)}
     assert {*MANAGER_FLAGS} == {each.name for each in declarations(ManagerConfig)} - own
