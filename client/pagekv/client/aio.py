@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
-from pagekv.client.errors import FailedPrecondition
+from pagekv.client.errors import FailedPrecondition, cancelled_here
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
 from pagekv.client.options import with_options_of
-from pagekv.client.running_stream import RunningStream
+from pagekv.client.running_stream import RunningStream, task_is_cancelled
 from pagekv.client.settings import WatchOptions
 from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
@@ -45,7 +45,12 @@ class AsyncPageKVClient(ClientCalls):
         return steps
 
     async def _wait_for(self, begun: Any) -> Any:
-        return await begun
+        try:
+            return await begun
+        except asyncio.CancelledError as error:
+            if task_is_cancelled():
+                raise
+            raise cancelled_here(self.target) from error
 
     async def _pause(self, event: asyncio.Event, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -61,7 +66,7 @@ class AsyncPageKVClient(ClientCalls):
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection unless it was given as `channel`; calls still running are cancelled. Idempotent."""
+        """Closes the connection unless it was given as `channel`; calls still running raise Cancelled. Idempotent."""
         if self._owns_channel:
             await self._channel.close()
 

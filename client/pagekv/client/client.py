@@ -80,7 +80,7 @@ class PageKVClient(ClientCalls):
         self.close()
 
     def close(self) -> None:
-        """Closes the connection unless it was given as `channel`; calls still running are cancelled. Idempotent."""
+        """Closes the connection unless it was given as `channel`; calls still running raise Cancelled. Idempotent."""
         if self._owns_channel:
             self._channel.close()
 

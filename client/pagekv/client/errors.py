@@ -150,6 +150,11 @@ _RETRY_DELAY_S = 1.0
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
 
+def cancelled_here(target: str) -> Cancelled:
+    """The exception for a call to `target` that this side ended, as by closing the client."""
+    return Cancelled(f"the call to PageKV at {target} was cancelled")
+
+
 def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
     """The exception for a failed call of a sync or asyncio stub to `target`."""
     # Any: stubs raise an RpcError that also has the methods of a Call; grpc has no type for both.
@@ -201,7 +206,7 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
             return ConnectionLost(f"the connection to PageKV at {target} was lost: {message}")
         case grpc.StatusCode.CANCELLED, None:
             if any(words in message for words in _CANCELLED_HERE):
-                return Cancelled(f"the call to PageKV at {target} was cancelled")
+                return cancelled_here(target)
             # A gRPC server that shuts down cancels calls that it has not accepted yet
             # (github.com/grpc/grpc/issues/41785).
             return ConnectionLost(f"PageKV at {target} shut down before it took the call")

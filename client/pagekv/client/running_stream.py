@@ -9,10 +9,18 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from pagekv.client.connection import Connection
-from pagekv.client.errors import PageKVError, from_rpc_error
+from pagekv.client.errors import PageKVError, cancelled_here, from_rpc_error
 
 Item = TypeVar("Item")
 ItemOut = TypeVar("ItemOut", covariant=True)
+
+
+def task_is_cancelled() -> bool:
+    """Whether a CancelledError is meant for the current task. grpc.aio also raises one where a task waits for a call
+    that another task has ended.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Resumable(Protocol[ItemOut]):
@@ -81,12 +89,13 @@ class RunningStream(Generic[Item, State]):
                     call.cancel()
                 if not self.was_ended:
                     resumable.ended()
-            except grpc.RpcError as error:
-                if not resumable.done and not self.was_ended:
-                    pause_s = resumable.failed(from_rpc_error(error, self._client.target))
-                    await self._client._pause(self._ended, pause_s)
-            except asyncio.CancelledError:
-                # grpc.aio raises this in the reader of a cancelled call, as if the reader's own task were cancelled.
-                task = asyncio.current_task()
-                if not self.was_ended or (task is not None and task.cancelling()):
+            except (grpc.RpcError, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and task_is_cancelled():
                     raise
+                if not resumable.done and not self.was_ended:
+                    target = self._client.target
+                    known = (
+                        from_rpc_error(error, target) if isinstance(error, grpc.RpcError) else cancelled_here(target)
+                    )
+                    pause_s = resumable.failed(known)
+                    await self._client._pause(self._ended, pause_s)

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import Hangs, ScriptedServer, chunk
+from support.clients.scripted_server import Hangs, ScriptedServer
+from support.event_loop import until
 
 from pagekv.client import AsyncPageKVClient, FailedPrecondition
 
+CALLS: dict[str, Callable[[AsyncPageKVClient], Coroutine[Any, Any, Any]]] = {
+    "Generate": lambda client: client.generate("x"),
+    "GetModelInfo": lambda client: client.model_info(),
+}
 
-async def _cancel(server: ScriptedServer) -> None:
+
+async def _cancel(server: ScriptedServer, method: str) -> None:
     async with AsyncPageKVClient(server.target) as client:
-        task = asyncio.create_task(client.generate("x"))
-        while not server.deadlines:  # noqa: ASYNC110  # the server's thread knows no event loop
-            await asyncio.sleep(0.01)
+        task = asyncio.create_task(CALLS[method](client))
+        await until(lambda: server.deadlines)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
 
-def test_cancelling_the_task_aborts_the_request(server: ScriptedServer) -> None:
-    server.expect("Generate", chunk(4), Hangs())
-    asyncio.run(_cancel(server))
-    server.wait_cancelled("Generate")
+@pytest.mark.parametrize("method", CALLS)
+def test_cancelling_the_task_ends_the_call(server: ScriptedServer, method: str) -> None:
+    server.expect(method, Hangs())
+    asyncio.run(_cancel(server, method))
+    server.wait_cancelled(method)
 
 
 def test_a_client_is_made_in_a_running_event_loop() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.clients.scripted_server import Fails, Hangs, ScriptedServer, chunk
 
-from pagekv.client import AsyncPageKVClient, PageKVClient, Watch
+from pagekv.client import AsyncPageKVClient, Cancelled, PageKVClient, Watch
 from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_stream import RunningStream
 from pagekv.common import errors
@@ -123,6 +123,53 @@ def test_closing_before_the_first_item_sends_nothing(server: ScriptedServer, cli
     assert list(stream) == []
 
 
+# Every way to wait, by the method called, with a first answer that does not end the wait.
+WAITS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
+    "GetModelInfo": (lambda client: client.model_info(), ()),
+    "Generate": (lambda client: client.generate("x"), (chunk(4),)),
+    "WatchEvents": (lambda client: list(client.watch_events()), ()),
+}
+
+
+@pytest.mark.parametrize("method", WAITS)
+def test_closing_the_client_cancels_calls_elsewhere(
+    server: ScriptedServer, make_client: Callable[..., Any], method: str
+) -> None:
+    call, first = WAITS[method]
+    called = threading.Event()
+    server.expect(method, called.set, *first, Hangs())
+    client = make_client(server.target)
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(call, client)
+        assert called.wait(60)
+        client.close()
+        with pytest.raises(Cancelled) as caught:
+            result.result(60)
+    assert str(caught.value) == f"the call to PageKV at {server.target} was cancelled"
+
+
+async def _read_in_a_group(client: AsyncPageKVClient) -> None:
+    stream = client.stream("x")
+    await anext(stream)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(anext(stream))
+        # It waits in the call by then.
+        await asyncio.sleep(0)
+        await client.close()
+
+
+async def _close_in_a_group(server: ScriptedServer) -> None:
+    """A task that was not cancelled itself may not end as if it were: its group would not notice."""
+    with pytest.raises(ExceptionGroup) as caught:
+        await _read_in_a_group(AsyncPageKVClient(server.target))
+    assert [type(error) for error in caught.value.exceptions] == [Cancelled]
+
+
+def test_closing_the_client_fails_a_group_that_reads(server: ScriptedServer) -> None:
+    server.expect("Generate", chunk(4), Hangs())
+    asyncio.run(_close_in_a_group(server))
+
+
 async def _close_elsewhere(server: ScriptedServer, method: str) -> None:
     """A task that waits for an item ends as at the end of the stream when another one closes it."""
     async with AsyncPageKVClient(server.target) as client:
@@ -144,21 +191,22 @@ def test_closing_ends_another_task(server: ScriptedServer, method: str) -> None:
     server.wait_cancelled(method)
 
 
-async def _cancel_reader(server: ScriptedServer, method: str) -> None:
-    """A task that is cancelled while its stream is closed is a cancelled task."""
+async def _cancel_reader(server: ScriptedServer, method: str, *, close_client: bool) -> None:
+    """A task that is cancelled while its stream, or its client, is closed is a cancelled task."""
     async with AsyncPageKVClient(server.target) as client:
         stream = OPENED[method][0](client)
         await anext(stream)
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         reader.cancel()
-        await stream.close()
+        await (client if close_client else stream).close()
         with pytest.raises(asyncio.CancelledError):
             await reader
 
 
 @both
-def test_a_cancelled_task_stays_cancelled(server: ScriptedServer, method: str) -> None:
+@pytest.mark.parametrize("close_client", [False, True])
+def test_a_cancelled_task_stays_cancelled(server: ScriptedServer, method: str, close_client: bool) -> None:
     server.expect(method, OPENED[method][1], Hangs())
-    asyncio.run(_cancel_reader(server, method))
+    asyncio.run(_cancel_reader(server, method, close_client=close_client))
     server.wait_cancelled(method)
