@@ -313,12 +313,13 @@ class ResumableGeneration:
     def _retry_in(self, error: PageKVError) -> float:
         """Seconds to wait before a refused request is sent again. Raises the error if it must not be retried."""
         asked_for = max(getattr(error, "retry_delay_s", 0.0), FIRST_PAUSE_S)
+        # Not sooner than asked, and with a random part, so that clients do not come all at once.
+        pause = asked_for * (1 + random.random() / 4)
         remaining = self.remaining_s()
-        if not self._retries_left or asked_for > LONGEST_RETRY_S or (remaining is not None and asked_for >= remaining):
+        if not self._retries_left or asked_for > LONGEST_RETRY_S or (remaining is not None and pause >= remaining):
             raise error
         self._retries_left -= 1
-        # Not sooner than asked, and with a random part, so that clients do not come all at once.
-        return asked_for * (1 + random.random() / 4)
+        return pause
 
     def _may_go_on(self, error: PageKVError) -> bool:
         if self._outage.timeout_s <= 0:

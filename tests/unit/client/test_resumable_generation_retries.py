@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from typing import Any
@@ -59,6 +60,14 @@ def test_a_retry_waits_as_long_as_the_server_asks() -> None:
         short = ResumableGeneration("x", 1, {"timeout": timeout}, settings, clock=lambda: 0.0)
         with pytest.raises(Overloaded):
             short.failed(Overloaded("full", delay_s))
+
+
+def test_a_retry_that_the_random_part_makes_too_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "random", lambda: 0.9)
+    generation = ResumableGeneration("x", 1, {"timeout": 3.5}, CallSettings(max_retries=2), clock=lambda: 0.0)
+    with pytest.raises(Overloaded):
+        generation.failed(Overloaded("full", 3.0))
+    assert generation.failed(Overloaded("full", 2.0)) == pytest.approx(2.45)
 
 
 @pytest.mark.parametrize(
