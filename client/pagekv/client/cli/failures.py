@@ -21,9 +21,9 @@ from pagekv.common.error_line import FAILED, USAGE, error_line
 from pagekv.common.statuses import status_row
 
 EXIT_STATUS = """\
-Exit status: 0 done, also if what was to be ended or removed did not exist, and after Ctrl-C of pagekv up or pagekv top;
-1 failed; 2 wrong usage; 3 not reachable or not serving; 4 the server is overloaded, try again; 130 Ctrl-C of any other
-command.
+Exit status: 0 done, also if what was to be ended or removed did not exist, and after Ctrl-C of pagekv up, and of
+pagekv top or pagekv stats --watch without --json; 1 failed; 2 wrong usage; 3 not reachable or not serving; 4 the server
+is overloaded, try again; 130 Ctrl-C of any other command.
 """
 # An exception that ends a command; its message is the line that says why.
 Failure: TypeAlias = PageKVError | UsageError | StackError

@@ -15,6 +15,7 @@ from support.clients.scripted_server import ScriptedServer
 from support.clients.stack import environment
 from support.clients.top_answers import INFO, LISTED, STATS
 
+from pagekv.client.cli.failures import EXIT_STATUS
 from pagekv.client.cli.main import main
 
 
@@ -49,6 +50,28 @@ def test_ctrl_c_is_the_way_to_end_it(
     # The screen that was there before is back, and the cursor.
     assert out.index("\x1b[?1049h") < out.index("request-0") < out.index("\x1b[?1049l")
     assert "\x1b[?25h" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("top", 0), ("stats --watch", 0), ("top --json", 130), ("stats --watch --json", 130)],
+)
+def test_ctrl_c_is_no_failure_except_for_scripts(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, command: str, status: int
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for wait in ("commands.top.pause", "commands.stats.pause", "top_view.watch"):
+        monkeypatch.setattr(f"pagekv.client.cli.{wait}", interrupt)
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    if status:
+        server.expect("GetStats", STATS)
+        if command == "top --json":
+            server.expect("ListRequests", LISTED)
+    assert main([*command.split(), "--target", server.target]) == status
+    words = " ".join(EXIT_STATUS.split())
+    assert "pagekv top or pagekv stats --watch without --json; 1 failed" in words
 
 
 @pytest.mark.parametrize("way_out", ["q", "ctrl-c", "terminated", "no stdin"])

@@ -186,7 +186,7 @@ def test_the_signals_that_the_documentation_names_end_up_with_status_0(
     [row] = [line for line in (ROOT / "docs" / "cli.md").read_text().splitlines() if line.startswith("| 0 |")]
     name = "Ctrl-C" if signum == signal.SIGINT else signum.name
     assert re.search(rf"{name} (or SIGHUP )?of `pagekv up`", row)
-    assert "after Ctrl-C of pagekv up or pagekv top" in EXIT_STATUS
+    assert "after Ctrl-C of pagekv up, and" in EXIT_STATUS
 
 
 def test_a_stack_runs_until_a_signal_and_is_stopped(
