@@ -177,7 +177,9 @@ async def run_jobs(
     on_progress: Callable[[int, int], object] = lambda requests, tokens: None,
     objectives: Objectives = Objectives(),
 ) -> LoadReport:
-    """Sends the jobs and measures. `on_progress` gets the numbers of ended requests and generated tokens so far."""
+    """Sends the jobs and measures. `on_progress` gets the numbers of ended requests and generated tokens so far; what
+    it raises ends the run.
+    """
     outcomes: list[LoadOutcome] = []
     tokens = 0
     begun = time.perf_counter()
@@ -194,22 +196,26 @@ async def run_jobs(
         outcomes.append(await _measure(client, workload.temperature, job, due, on_tokens))
         on_tokens(0)
 
-    if workload.rate is None:
-        waiting = iter(jobs)
+    try:
+        if workload.rate is None:
+            waiting = iter(jobs)
 
-        async def worker() -> None:
-            for job in waiting:
-                await one(job, time.perf_counter())
+            async def worker() -> None:
+                for job in waiting:
+                    await one(job, time.perf_counter())
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(workload.concurrency or 1, len(jobs))):
-                group.create_task(worker())
-    else:
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                due = begun + job.due_s
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                group.create_task(one(job, due))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(workload.concurrency or 1, len(jobs))):
+                    group.create_task(worker())
+        else:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    due = begun + job.due_s
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                    group.create_task(one(job, due))
+    except ExceptionGroup as group:
+        # Of `on_progress`, whose caller knows no tasks.
+        raise group.exceptions[0] from None
     return summarise(outcomes, time.perf_counter() - begun, objectives)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import itertools
 
 import pytest
+from support.clients.scripted_server import Hangs, ScriptedServer, chunk
 
+from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.planning.load_test import (
     Diagnosis,
     LatencySpread,
@@ -13,6 +17,7 @@ from pagekv.client.planning.load_test import (
     Objectives,
     Workload,
     make_jobs,
+    run_jobs,
     summarise,
 )
 
@@ -90,6 +95,24 @@ def test_a_report_leaves_failures_out_of_everything_but_errors() -> None:
     assert report.inter_token_s is not None
     assert report.inter_token_s.max == 0.3
     assert summarise([bad], 1.0).hit_rate == 0
+
+
+@pytest.mark.parametrize("how", [{"concurrency": 2}, {"concurrency": None, "rate": 1000.0}])
+def test_a_progress_that_cannot_be_shown_ends_it_as_itself(server: ScriptedServer, how: dict[str, object]) -> None:
+    """As on a full disk: a group of errors would be a traceback."""
+    server.expect("Generate", chunk(4), Hangs())
+    sent = workload(requests=1, prompt_tokens=(3, 3), output_tokens=(2, 2), **how)
+
+    def full(requests: int, tokens: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        async with AsyncPageKVClient(server.target) as client:
+            await run_jobs(client, sent, make_jobs(sent, 50), full)
+
+    with pytest.raises(OSError, match="No space left on device"):
+        asyncio.run(run())
+    server.wait_cancelled("Generate")
 
 
 def test_shapes_in_words() -> None:
