@@ -23,10 +23,11 @@ _PORT = re.compile(r"(?!unix:)(?:[\w.-]+|\[[^]]*\]):(\d+)")
 # both.
 LONGEST_BACKOFF_MS = 500
 ATTEMPT_MS = 2_000
-# Idempotent calls: gRPC itself repeats them when the connection fails.
-_IDEMPOTENT = {
-    "InferenceService": ("Abort", "Tokenize", "Detokenize", "GetModelInfo"),
-    "CacheService": ("LookupPrefix", "ExplainPrefix", "PinPrefix", "ListPins", "UnpinPrefix"),
+# Calls that gRPC itself repeats when the connection fails. Abort and UnpinPrefix could be repeated, too, but if the
+# connection broke after the first had been carried out, the answer would say that nothing was there to end.
+_REPEATED = {
+    "InferenceService": ("Tokenize", "Detokenize", "GetModelInfo"),
+    "CacheService": ("LookupPrefix", "ExplainPrefix", "PinPrefix", "ListPins"),
     # WatchEvents only until its first message has come.
     "OperatorService": ("GetStats", "ListRequests", "GetBlockTable", "ListBlocks", "WatchEvents", "ListTenants"),
 }
@@ -39,7 +40,7 @@ _RETRY = {
 }
 _RETRIED = [
     {"service": f"pagekv.v1.{service}", "method": method}
-    for service, methods in _IDEMPOTENT.items()
+    for service, methods in _REPEATED.items()
     for method in methods
 ]
 _SERVICE_CONFIG = {"methodConfig": [{"name": _RETRIED, "retryPolicy": _RETRY}]}

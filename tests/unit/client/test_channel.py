@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import socket
 import time
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -23,10 +24,22 @@ def test_calls_that_change_nothing_are_repeated(server: ScriptedServer, client: 
     server.expect("GetStats", Fails(errors.Unavailable("starting")))
     server.expect("GetStats", operator_pb.GetStatsResponse(num_device_blocks=9))
     assert client.stats().num_device_blocks == 9
-    # Nothing else is.
-    server.expect("ResetPrefixCache", Fails(LOST))
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("Abort", lambda client: client.abort("r")),
+        ("UnpinPrefix", lambda client: client.unpin_prefix("p")),
+        ("ResetPrefixCache", lambda client: client.reset_prefix_cache()),
+    ],
+)
+def test_calls_that_say_what_they_changed_are_not_repeated(
+    server: ScriptedServer, client: PageKVClient, method: str, call: Callable[[PageKVClient], object]
+) -> None:
+    server.expect(method, Fails(LOST))
     with pytest.raises(ConnectionLost):
-        client.reset_prefix_cache()
+        call(client)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +83,16 @@ def test_an_attempt_that_nobody_answers_has_an_end() -> None:
 
 # Calls that the library does not make: none so far.
 NOT_MADE: set[str] = set()
-# Calls that gRPC must not repeat by itself: the stream of tokens, which the library resumes, and a reset, which would
-# preempt again.
-NOT_REPEATED = {"Generate", "ResetPrefixCache"}
+# Calls that gRPC must not repeat by itself: the stream of tokens, which the library resumes; a reset, which would
+# preempt again; and calls whose second answer would say that nothing was there to end.
+NOT_REPEATED = {"Generate", "ResetPrefixCache", "Abort", "UnpinPrefix"}
 
 
 def test_every_method_of_every_service_is_made_by_the_library_and_repeated_or_listed_as_not() -> None:
     source = inspect.getsource(calls)
     for file in (inference_service_pb2, cache_service_pb2, operator_service_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
-            repeated = channel._IDEMPOTENT[service.name]
+            repeated = channel._REPEATED[service.name]
             for method in service.methods:
                 assert (f".{method.name}" in source) == (method.name not in NOT_MADE), method.full_name
                 assert (method.name in repeated) == (method.name not in NOT_REPEATED), method.full_name
