@@ -59,7 +59,7 @@ def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, lis
 
     `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`; a
     multimodal model's language model is its `text_config`. Raises InvalidRequest, which names the field of the config,
-    for a missing or wrong value, and for caches that do not store keys and values by KV head.
+    for a missing or wrong value, and for caches whose shape a config does not say unless `given` does.
     """
     scopes = (given, *_scopes(config))
     notes: list[str] = []
@@ -95,7 +95,11 @@ def _served(scopes: tuple[Config, ...], context: int, notes: list[str]) -> int:
 
 def _check_layer_kinds(scopes: tuple[Config, ...], notes: list[str]) -> None:
     if _find(scopes, ("kv_lora_rank",)) is not None:
-        raise InvalidRequest("kv_lora_rank", "multi-head latent attention does not cache keys and values by KV head")
+        stored = "of multi-head latent attention PageKV stores the key and value of every attention head"
+        # `head_dim` in such a config is the part of a key that is rotated.
+        if None in (_find(scopes[:1], ("num_key_value_heads",)), _find(scopes[:1], ("head_dim",))):
+            raise InvalidRequest("kv_lora_rank", f"{stored}: give both --kv-heads and --head-size")
+        notes.append(f"{stored}, and serves it only where the two are equally wide")
     kinds = _find(scopes, ("layer_types",))
     names = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
     other = sorted(names - _KV_LAYER_TYPES)

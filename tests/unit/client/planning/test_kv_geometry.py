@@ -62,6 +62,18 @@ def test_what_is_assumed_is_said() -> None:
     ]
 
 
+def test_latent_attention_is_planned_by_the_heads_and_the_width_that_are_given() -> None:
+    latent = without("head_dim", kv_lora_rank=512)
+    given = {"num_key_value_heads": 32, "head_dim": 192}
+    geometry, (note,) = geometry_from_config(latent, given)
+    assert geometry == KvGeometry(32, 32, 192, "bfloat16", 131072)
+    assert note.startswith("of multi-head latent attention PageKV stores the key and value of every attention head")
+    for name in given:
+        with pytest.raises(InvalidRequest, match="give both --kv-heads and --head-size") as caught:
+            geometry_from_config(latent, {**given, name: None})
+        assert caught.value.field == "kv_lora_rank"
+
+
 @pytest.mark.parametrize(
     ("config", "field", "description"),
     [

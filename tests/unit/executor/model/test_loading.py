@@ -23,6 +23,7 @@ from support.executor.cpu_driver import (
 from support.executor.families import family_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from pagekv.client.planning.kv_geometry import geometry_from_config
 from pagekv.client.planning.served_context import served_context
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.model.loading import BlockGeometry, load_model
@@ -54,6 +55,20 @@ def test_a_mixture_of_experts_in_float64(tmp_path: Path) -> None:
     driver = Driver(CpuBackend(tmp_path, "m", "float64", threads=1))
     (prompt,) = prompts_of([9])
     assert driver.generate([driver.sequence(prompt)], 4) == [reference(model, prompt, 4)]
+
+
+def test_latent_attention_is_stored_by_attention_heads_as_planned(tmp_path: Path) -> None:
+    """Where values are as wide as keys; a config.json names neither number as the cache has it."""
+    config = family_config(
+        "deepseek_v3", intermediate_size=80, first_k_dense_replace=2, num_key_value_heads=4, q_lora_rank=None,
+        kv_lora_rank=8, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=20,
+    )  # fmt: skip  # several arguments a line
+    save_config(config, tmp_path)
+    stored = load_model(tmp_path, torch.float32).geometry
+    given = {"num_key_value_heads": 4, "head_dim": 20}
+    planned, _ = geometry_from_config(json.loads((tmp_path / "config.json").read_text()), given)
+    sizes = (planned.layers, planned.kv_heads, planned.head_size)
+    assert (stored.num_layers, stored.num_kv_heads, stored.head_size) == sizes == (2, 4, 20)
 
 
 def test_an_operator_without_a_kernel_is_no_reason_to_load_again_if_all_are_there(
