@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from support.documentation import (
     shell_commands,
 )
 
-from pagekv.client import PageKVClient
+from pagekv.client import Overloaded, PageKVClient, Unavailable
 from pagekv.client.cli.main import make_parser
 from pagekv.conformance.main import make_parser as make_conformance_parser
 from pagekv.executor.config import parse_config as parse_executor
@@ -121,6 +122,15 @@ def test_the_page_of_the_client_names_its_methods() -> None:
     methods = {name for name in dir(PageKVClient) if not name.startswith("_")}
     named = {span.partition("(")[0] for span in inline_code(ROOT / "docs" / "python.md")}
     assert sorted(methods - named) == []
+
+
+def test_a_server_after_the_sample_asks_for_no_retry_sooner_than_the_manager(tmp_path: Path) -> None:
+    (sample,) = [text for text in fenced(ROOT / "docs" / "python.md", "python") if "def refusal" in text]
+    (tmp_path / "sample.py").write_text(sample.replace("asyncio.run(main())", ""))
+    refusal = runpy.run_path(str(tmp_path / "sample.py"))["refusal"]
+    for delay_s, header in ((0.25, "Retry-After: 1"), (1.0, "Retry-After: 1"), (2.4, "Retry-After: 3")):
+        assert refusal(Overloaded("full", delay_s)) == (429, header)
+        assert refusal(Unavailable("starting", delay_s)) == (503, header)
 
 
 def test_every_extra_and_every_target_says_what_it_is_for() -> None:
