@@ -232,24 +232,27 @@ help: ## this list
 	@echo "usage: make TARGET"; echo
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
 
-# --- environments: reinstalled only when what they are made from changed
+# --- environments: reinstalled only when what they are made from changed, or their interpreter is gone
 
-$(RUN_STAMP): pyproject.toml constraints.txt scripts/install.sh
+gone = $(if $(realpath $(1)/bin/python),,interpreter-gone)
+interpreter-gone: ;
+
+$(RUN_STAMP): pyproject.toml constraints.txt scripts/install.sh $(call gone,$(VENV))
 	@scripts/install.sh $(VENV) manager,executor,observe,top
 	@touch $@
 
-$(GATEWAY_STAMP): pyproject.toml constraints.txt scripts/install.sh
+$(GATEWAY_STAMP): pyproject.toml constraints.txt scripts/install.sh $(call gone,$(VENV))
 	@scripts/install.sh $(VENV) manager,executor,observe,top,gateway
 	@touch $@ $(RUN_STAMP)
 
-$(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh
+$(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh $(call gone,$(VENV))
 	@scripts/install.sh $(VENV) dev
 	@touch $@ $(RUN_STAMP) $(GATEWAY_STAMP)
 
-$(COMPAT)/.installed: pyproject.toml constraints.txt constraints-gpu-image.txt scripts/install.sh
+$(COMPAT)/.installed: pyproject.toml constraints.txt constraints-gpu-image.txt scripts/install.sh $(call gone,$(COMPAT))
 	@scripts/install.sh $(COMPAT) manager,executor,test constraints-gpu-image.txt
 	@touch $@
 
-$(PEER)/.installed: scripts/install_peer.sh
+$(PEER)/.installed: scripts/install_peer.sh $(call gone,$(PEER))
 	@scripts/install_peer.sh $(PEER)
 	@touch $@

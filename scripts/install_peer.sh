@@ -7,7 +7,12 @@
 set -euo pipefail
 
 venv=$1
-[ -x "$venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$venv"
+# As in scripts/install.sh.
+if ! "$venv/bin/pip" --isolated --version >/dev/null 2>&1; then
+  clear=
+  if [ -e "$venv/pyvenv.cfg" ]; then clear=--clear; fi
+  "${PYTHON:-python3}" -m venv $clear "$venv"
+fi
 pip() { "$venv/bin/pip" -qq --disable-pip-version-check "$@"; }
 
 index=${TORCH_INDEX-auto}

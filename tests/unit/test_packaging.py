@@ -123,6 +123,54 @@ def test_every_flag_is_documented(command: str) -> None:
     assert {flag for flag in flags if flag.startswith("--")} - known == {"--help", "--version"}
 
 
+@pytest.mark.parametrize("script", ["install.sh", "install_peer.sh"])
+@pytest.mark.parametrize("state", ["works", "interpreter gone", "no environment"])
+def test_an_environment_without_its_interpreter_is_made_anew(tmp_path: Path, script: str, state: str) -> None:
+    """As after an upgrade of the system's Python. Its pip is still there, and executable."""
+    calls, venv, stub, python = (tmp_path / name for name in ("calls", "venv", "stub", "python"))
+    write_executable(stub, f'#!/bin/sh\necho "$0" "$@" >> {calls}\n')
+    # Does nothing but make environments, of which every program is the stub.
+    write_executable(
+        python,
+        f'#!/bin/sh\necho "$0" "$@" >> {calls}\n'
+        f'case "$*" in "-m venv"*) mkdir -p {venv}/bin; cd {venv}/bin; cp {stub} pip; cp {stub} python;; esac\n',
+    )
+    if state != "no environment":
+        (venv / "bin").mkdir(parents=True)
+        (venv / "pyvenv.cfg").write_text("")
+        for name in ("pip", "python"):
+            write_executable(venv / "bin" / name, stub.read_text())
+    if state == "interpreter gone":
+        write_executable(venv / "bin" / "pip", f"#!{venv}/bin/gone\n")
+    env = os.environ | {"PYTHON": str(python), "TORCH_INDEX": "https://index.example/cpu"}
+    subprocess.run([ROOT / "scripts" / script, venv, "dev"], env=env, capture_output=True, check=True)
+    made = [line for line in calls.read_text().splitlines() if line.startswith(f"{python} -m venv")]
+    clear = "--clear " * (state == "interpreter gone")
+    assert made == [f"{python} -m venv {clear}{venv}"] * (state != "works")
+
+
+@pytest.mark.parametrize("target", ["lint", "demo", "gateway", "test-compat", "bench-peers"])
+def test_make_installs_again_where_the_interpreter_is_gone(tmp_path: Path, target: str) -> None:
+    """However new the record of what was installed is."""
+    (tmp_path / "bin").mkdir()
+    for name in ("", "-run", "-gateway", "-dev"):
+        (tmp_path / f".installed{name}").touch()
+    command = ["make", "--dry-run", target, *(f"{name}={tmp_path}" for name in ("VENV", "COMPAT", "PEER"))]
+
+    def installs(interpreter: Path) -> bool:
+        (tmp_path / "bin" / "python").unlink(missing_ok=True)
+        (tmp_path / "bin" / "python").symlink_to(interpreter)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return "scripts/install" in done.stdout
+
+    assert [installs(each) for each in (Path(sys.executable), tmp_path / "gone")] == [False, True]
+
+
+def write_executable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def test_images_and_make_agree_on_torch() -> None:
     # Two places say which torch a user gets; they must say the same.
     pins = {
