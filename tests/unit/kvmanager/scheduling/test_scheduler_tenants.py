@@ -131,7 +131,7 @@ def submit_growing(driver: Driver, tenant: int, num_blocks: int) -> LiveRequest:
 
 
 def test_a_tenant_is_preempted_down_to_its_floor_and_no_further() -> None:
-    """More would stay cached for it. So the next victim is a tenant that has blocks to give."""
+    """Blocks given up beyond the floor stay cached for it. So the next victim is a tenant with blocks to give."""
     driver = Driver(num_blocks=160, block_size=16, max_batch_tokens=4096, max_running=24, watermark=0.01, depth=1)
     driver.scheduler.set_tenants({}, {1: 99})
     first = submit_growing(driver, 2, 10)
