@@ -37,8 +37,8 @@ ANSWERS = frozenset(
 HANG_S = 240.0
 # Seconds for which answers without an end are read.
 PATIENCE_S = (0.005, 0.02, 0.2)
-# Calls that wait for something before they answer, by their own field. Calls without a message wait, too: gRPC's
-# server never answers them.
+# Calls that wait for something before they answer, by their own field. Calls without a message may wait, too, if their
+# callers leave them open.
 WAITING = frozenset(("FlushCache",))
 # gRPC's client, of a call that has ended while it was still writing: the status that came is lost in the client.
 ENDED_BEFORE_ALL_WAS_SENT = "Internal error from Core"

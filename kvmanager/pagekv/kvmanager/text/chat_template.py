@@ -10,7 +10,8 @@ import msgpack
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError, check_syntax
 from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
 
-# Seconds of CPU time, and bytes of address space, that compiling or rendering may use.
+# Seconds of CPU time for rendering a conversation, and bytes of address space for that and for compiling. Compiling is
+# in the setup of the process, which has more time.
 RENDER_CPU_S = 2.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 
