@@ -146,6 +146,28 @@ def test_a_tokenizer_that_is_loaded_too_late_is_not_taken(tmp_path: Path, monkey
     assert managers[0]._tokenizer.kept is None
 
 
+def test_a_model_with_a_faulty_template_is_served_with_token_ids(tmp_path: Path) -> None:
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_bytes("Grüße".encode("latin-1"))
+
+    async def body(running: Running) -> None:
+        attach(running.manager.engine, model(tmp_path))
+        await running.until_health(SERVING)
+        assert not (await running.stub.GetModelInfo(pb.GetModelInfoRequest())).has_tokenizer
+
+    assert run(config(tmp_path), body) == 0
+
+
+def test_a_tokenizer_that_is_named_with_a_faulty_template(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_bytes("Grüße".encode("latin-1"))
+    flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--port-file", str(tmp_path / "port")]
+    status, words = main([*flags, "--tokenizer", str(tmp_path)], caplog)
+    assert status == 1
+    assert f"cannot start: {read_port_file(tmp_path / 'port')['cannot_start']}" == words
+    assert "chat_template.jinja cannot be read" in words
+
+
 @pytest.mark.parametrize("make", [False, True])
 def test_a_tokenizer_that_is_named_must_be_there(tmp_path: Path, make: bool, caplog: pytest.LogCaptureFixture) -> None:
     where = tmp_path / "model"

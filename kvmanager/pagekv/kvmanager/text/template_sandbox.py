@@ -13,6 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pagekv.kvmanager.text.library_errors import words_of
+
 
 class ChatTemplateError(Exception):
     """The template cannot be used, or refused a conversation; the message is fit for a client."""
@@ -26,6 +28,8 @@ def check_syntax(source: str) -> None:
         raise _broken(error) from error
     except RecursionError as error:
         raise ChatTemplateError("the chat template is broken: it is nested too deeply") from error
+    except Exception as error:  # such as ValueError, for a number of thousands of digits
+        raise ChatTemplateError(f"the chat template is broken: {_words(error)}") from error
 
 
 class TemplateSandbox:
@@ -80,7 +84,7 @@ def _broken(error: TemplateSyntaxError) -> ChatTemplateError:
 
 
 def _words(error: Exception) -> str:
-    return "it needs more memory than it may have" if isinstance(error, MemoryError) else str(error)
+    return "it needs more memory than it may have" if isinstance(error, MemoryError) else words_of(error)
 
 
 class _Refused(TemplateError):

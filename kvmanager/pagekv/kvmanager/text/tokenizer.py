@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from pagekv.kvmanager.text.chat_template import ChatTemplate
+from pagekv.kvmanager.text.library_errors import words_of
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.worker_process import WorkerProcess
 
@@ -76,15 +77,15 @@ class Tokenizer:
     def load(cls, directory: Path) -> Tokenizer:
         """Reads tokenizer.json, and chat template and special tokens if there are any. Raises TokenizerError."""
         path = directory / TOKENIZER_FILE
-        if not path.is_file():
+        if not _is_file(path):
             raise TokenizerError(
                 f"{directory} has no tokenizer.json: save the model's fast tokenizer there "
                 "(AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY) writes one), or serve token ids only"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+        except BaseException as error:
+            raise TokenizerError(f"{path} cannot be read as a tokenizer: {words_of(error)}") from error
         settings = {
             **_read_json(directory / "special_tokens_map.json"),
             **_read_json(directory / "tokenizer_config.json"),
@@ -190,12 +191,32 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
+def _is_file(path: Path) -> bool:
+    """Raises TokenizerError if that cannot be known, as in a directory without access."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def _read_text(path: Path) -> str | None:
+    """The text of a file in UTF-8, None if there is no such file. Raises TokenizerError."""
+    if not _is_file(path):
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    text = _read_text(path)
+    if text is None:
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(text)
+    # JSON with thousands of nested levels raises RecursionError.
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} must hold a JSON object")
@@ -206,13 +227,13 @@ def _chat_template_source(directory: Path, settings: Mapping[str, Any]) -> str |
     """The template's source, from a file of its own if there is one, else from tokenizer_config.json; of several named
     templates the default one.
     """
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    source = _read_text(directory / "chat_template.jinja")
+    if source is not None:
+        return source
     found = _read_json(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(found, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = by_name.get("default")
+        default = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = default[-1].get("template") if default else None
     return found if isinstance(found, str) else None
 
 

@@ -122,6 +122,72 @@ def test_a_broken_configuration_is_refused_by_name(tmp_path: Path, content: str)
         Tokenizer.load(tmp_path)
 
 
+NESTED = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+# Python reads at most 4300 digits of a number.
+DIGITS = b"9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", "Grüße".encode("latin-1"), r"chat_template\.jinja cannot be read: .*utf-8"),
+        ("chat_template.jinja", b"{{ %s }}" % DIGITS, "the chat template is broken: .*digits"),
+        ("chat_template.json", NESTED, r"chat_template\.json is not JSON: .*recursion"),
+        ("tokenizer_config.json", NESTED, r"tokenizer_config\.json is not JSON: .*recursion"),
+        ("tokenizer_config.json", b"[%s]" % DIGITS, r"tokenizer_config\.json is not JSON: .*digits"),
+        ("tokenizer_config.json", b"\xff", r"tokenizer_config\.json cannot be read: .*utf-8"),
+        ("special_tokens_map.json", NESTED, r"special_tokens_map\.json is not JSON: .*recursion"),
+    ],
+    ids=["latin-1", "digits", "nested template", "nested settings", "digits in settings", "no text", "nested tokens"],
+)
+def test_a_faulty_file_beside_the_tokenizer_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (save(tmp_path) / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=words):
+        Tokenizer.load(tmp_path)
+
+
+def test_names_of_templates_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
+    several = [{"name": [], "template": "x"}, {"name": {}}, {"name": "default", "template": "default"}]
+    assert render(Tokenizer.load(save(tmp_path, chat_template=several))) == "default"
+
+
+def test_a_tokenizer_on_which_the_library_panics_is_refused(tmp_path: Path) -> None:
+    """A panic of Rust code is no Exception."""
+    made = json.loads(small_tokenizers.byte_level().to_str())
+    made["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read as a tokenizer: "):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_the_end_of_the_process_is_no_fault_of_a_tokenizer(tmp_path: Path, error: type[BaseException]) -> None:
+    save(tmp_path)
+    with mock.patch("tokenizers.Tokenizer.from_file", side_effect=error), pytest.raises(error):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("tokenizer.json", "is_file"), ("chat_template.jinja", "is_file"), ("chat_template.jinja", "read_text")],
+)
+def test_files_without_access_are_refused(
+    tmp_path: Path, name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests may run as root, who has access to all."""
+    (save(tmp_path) / "chat_template.jinja").write_text("x")
+    real = getattr(Path, method)
+
+    def fails(path: Path, *given: Any, **named: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(Path, method, fails)
+    with pytest.raises(TokenizerError, match=f"{name} cannot be read: .*Permission denied"):
+        Tokenizer.load(tmp_path)
+
+
 def test_special_tokens_reach_the_template_in_both_spellings(tmp_path: Path) -> None:
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
     template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}"
