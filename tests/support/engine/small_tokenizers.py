@@ -55,3 +55,8 @@ def metaspace() -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
+
+
+def without_unknown() -> tokenizers.Tokenizer:
+    """Unigram without a token for unknown characters: it refuses a text with characters other than `a` and `b`."""
+    return tokenizers.Tokenizer(models.Unigram([("a", -1.0), ("b", -1.0)]))

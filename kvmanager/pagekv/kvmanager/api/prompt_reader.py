@@ -21,7 +21,7 @@ from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.access.caller import tenant_of_call
 from pagekv.kvmanager.tenants.turns import TenantTurns
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
-from pagekv.kvmanager.text.tokenizer import Tokenizer, TooManyTokens
+from pagekv.kvmanager.text.tokenizer import TextRefused, Tokenizer, TooManyTokens
 from pagekv.kvmanager.text.worker_process import WorkerStopped
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class PromptReader:
         except TooManyTokens as error:
             self._check_count(field, error.num_tokens)
             raise
-        except WorkerStopped as error:
+        except (TextRefused, WorkerStopped) as error:
             raise InvalidRequest(field, f"must be text that the tokenizer can encode: {error}") from error
         if not ids:
             raise InvalidRequest(field, "must have at least one token; this prompt has none")
@@ -197,11 +197,11 @@ async def _in_thread(work: Callable[[], _Done]) -> _Done:
 
 async def decode(tokenizer: Tokenizer, token_ids: array[int]) -> bytes:
     """UTF-8 of the text of checked token ids, uint32. Raises InvalidRequest, and Overloaded."""
-    if len(token_ids) <= INLINE_IDS:
-        return tokenizer.decode(token_ids).encode()
-    if len(token_ids) <= THREAD_IDS:
-        return (await _in_thread(lambda: tokenizer.decode(token_ids))).encode()
     try:
+        if len(token_ids) <= INLINE_IDS:
+            return tokenizer.decode(token_ids).encode()
+        if len(token_ids) <= THREAD_IDS:
+            return (await _in_thread(lambda: tokenizer.decode(token_ids))).encode()
         return await tokenizer.decode_long(token_ids)
-    except WorkerStopped as error:
+    except (TextRefused, WorkerStopped) as error:
         raise InvalidRequest("token_ids", f"must be ids that the tokenizer can decode: {error}") from error

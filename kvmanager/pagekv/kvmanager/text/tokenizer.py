@@ -15,7 +15,7 @@ import tokenizers
 from pagekv.kvmanager.text.chat_template import ChatTemplate
 from pagekv.kvmanager.text.library_errors import words_of
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
-from pagekv.kvmanager.text.worker_process import WorkerProcess
+from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess
 
 TOKENIZER_FILE = "tokenizer.json"
 # Seconds of CPU time for one long text, and bytes of address space for it and the tokenizer. Encoding needs some 350
@@ -30,6 +30,10 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 class TokenizerError(Exception):
     """No tokenizer can be loaded from a directory; the message says what to do."""
+
+
+class TextRefused(Exception):
+    """The library cannot encode a text or decode ids; the message has its words."""
 
 
 class TooManyTokens(Exception):
@@ -100,19 +104,23 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
         """Token ids of `text`, with `special_tokens` those that the tokenizer puts around a text as well.
 
-        May run in a thread, because it does not hold the interpreter lock. Raises TooManyTokens beyond `limit` tokens.
+        May run in a thread, because it does not hold the interpreter lock. Raises TextRefused, and TooManyTokens beyond
+        `limit` tokens.
         """
-        # encode() would hold the interpreter lock; the batch form does not.
-        encoding = self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+        try:
+            # encode() would hold the interpreter lock; the batch form does not.
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+        except BaseException as error:
+            raise TextRefused(words_of(error)) from error
         if len(encoding) > limit:
             raise TooManyTokens(len(encoding))
         return encoding.ids
 
     async def encode_long(self, text: str, *, special_tokens: bool, limit: int) -> array[int]:
         """As `encode`, in the worker process, one text after the other; uint32. Cancelling the call ends the encoding.
-        Raises TooManyTokens, WorkerStopped, Overloaded, or Unavailable when closed.
+        Raises TextRefused, TooManyTokens, WorkerStopped, Overloaded, or Unavailable when closed.
         """
-        answer = await self._worker.run("encode", struct.pack("<?Q", special_tokens, limit) + text.encode())
+        answer = await self._run("encode", struct.pack("<?Q", special_tokens, limit) + text.encode())
         (num_tokens,) = struct.unpack_from("<Q", answer)
         if num_tokens > limit:
             raise TooManyTokens(num_tokens)
@@ -120,7 +128,13 @@ class Tokenizer:
 
     async def decode_long(self, token_ids: array[int]) -> bytes:
         """As `decode`, in the worker process: UTF-8 of the text of uint32 ids. Raises as `encode_long` does."""
-        return await self._worker.run("decode", token_ids.tobytes())
+        return await self._run("decode", token_ids.tobytes())
+
+    async def _run(self, job: str, body: bytes) -> bytes:
+        try:
+            return await self._worker.run(job, body)
+        except JobRefused as error:
+            raise TextRefused(str(error)) from error
 
     def close(self) -> None:
         """Ends the worker processes of long texts and of the chat template for good."""
@@ -129,8 +143,13 @@ class Tokenizer:
             self.chat_template.close()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`. Special tokens and ids that the tokenizer does not know are left out."""
-        return self._backend.decode_batch([token_ids], skip_special_tokens=True)[0]
+        """Text of `token_ids`. Special tokens and ids that the tokenizer does not know are left out. Raises
+        TextRefused.
+        """
+        try:
+            return self._backend.decode_batch([token_ids], skip_special_tokens=True)[0]
+        except BaseException as error:
+            raise TextRefused(words_of(error)) from error
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """UTF-8 bytes of a token by itself, perhaps not whole characters; None if its text depends on its context."""

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from pagekv.kvmanager.text.library_errors import words_of
+
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 JOB = struct.Struct("<16sdQ")
 ANSWER = struct.Struct("<BQ")
@@ -91,7 +93,8 @@ _KINDS: dict[str, Callable[[bytes], dict[str, Job]]] = {"template": template_job
 
 def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
     """Does jobs until the input ends. The first job, `setup`, makes the other jobs of this kind; `nothing` does
-    nothing. A job whose body is cut off gets no answer, because its writer was killed.
+    nothing. A job whose body is cut off gets no answer, because its writer was killed. An error of a job is its answer;
+    one of the setup ends the process, unless it is NoAnswer or MemoryError, because the next process may do better.
     """
     jobs: dict[str, Job] = {"nothing": lambda _: b""}
     while len(head := jobs_in.read(JOB.size)) == JOB.size:
@@ -99,17 +102,22 @@ def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
         body = jobs_in.read(size)
         if len(body) < size:
             return
+        job = name.rstrip(b"\0").decode()
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
-            if name.rstrip(b"\0") == b"setup":
+            if job == "setup":
                 jobs |= _KINDS[kind](body)
                 status, answer = DONE, b""
             else:
-                status, answer = DONE, jobs[name.rstrip(b"\0").decode()](body)
+                status, answer = DONE, jobs[job](body)
         except NoAnswer as error:
             status, answer = REFUSED, str(error).encode("utf-8", "replace")
         except MemoryError:
             status, answer = REFUSED, b"it needs more memory than it may have"
+        except BaseException as error:
+            if job == "setup":
+                raise
+            status, answer = REFUSED, words_of(error).encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         del body
         answers.write(ANSWER.pack(status, len(answer)))

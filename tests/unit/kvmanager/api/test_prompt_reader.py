@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 from support.engine import small_tokenizers
 from support.engine.fake_engine import MODEL
 from support.engine.generate_requests import (
@@ -99,6 +100,35 @@ def test_long_texts_do_not_hold_up_the_event_loop(characters: int, where: str, m
     request = pb.GenerateRequest(prompt=as_prompt("x" * characters))
     assert list(read(request, max_model_len=2**20)[0].prompt_ids) == [5]
     assert seen == [where]
+
+
+@pytest.mark.parametrize("characters", [1, INLINE_CHARACTERS + 1, THREAD_CHARACTERS + 1])
+def test_a_text_that_the_tokenizer_refuses_is_refused_in_its_words(characters: int) -> None:
+    """Wherever it is encoded; the process of long texts goes on."""
+    tokenizer = Tokenizer(small_tokenizers.without_unknown())
+    reader = PromptReader(tokenizer, 100, 2**20, "a limit")
+
+    async def main() -> None:
+        assert len(await reader.text("text", "a" * (THREAD_CHARACTERS + 1))) == THREAD_CHARACTERS + 1
+        (process,) = tokenizer._worker._processes
+        with pytest.raises(InvalidRequest, match="can encode: Encountered an unknown token"):
+            await reader.text("text", "c" * characters)
+        assert tokenizer._worker._processes == [process]
+        assert process.poll() is None
+
+    asyncio.run(main())
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("count", [1, INLINE_IDS + 1, THREAD_IDS + 1])
+def test_ids_on_which_the_library_panics_are_refused(count: int) -> None:
+    """A space of which the decoder strips one space at either end."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({" ": 0, "?": 1}, unk_token="?"))
+    backend.decoder = tokenizers.decoders.Strip(" ", 1, 1)
+    tokenizer = Tokenizer(backend)
+    with pytest.raises(InvalidRequest, match="must be ids that the tokenizer can decode: "):
+        asyncio.run(decode(tokenizer, array("I", [0] * count)))
+    tokenizer.close()
 
 
 @pytest.mark.parametrize("count", [INLINE_IDS, INLINE_IDS + 1, THREAD_IDS, THREAD_IDS + 1])

@@ -73,3 +73,17 @@ def test_a_text_is_encoded_up_to_the_limit_and_decoded(limit: int) -> None:
     _, encoded, decoded = answers("tokenizer", ("setup", setup), ("encode", encode), ("decode", decode))
     assert encoded == (DONE, struct.pack("<Q", len(ids)) + (array("I", ids).tobytes() if limit == 99 else b""))
     assert decoded == (DONE, text.encode())
+
+
+def test_a_text_that_the_library_refuses_is_answered_with_its_words() -> None:
+    setup = small_tokenizers.without_unknown().to_str().encode()
+    bad, good = (struct.pack("<?Q", True, 9) + text for text in (b"c", b"a"))
+    _, (status, words), encoded = answers("tokenizer", ("setup", setup), ("encode", bad), ("encode", good))
+    assert (status, words.startswith(b"Encountered an unknown token")) == (REFUSED, True)
+    assert encoded == (DONE, struct.pack("<QI", 1, 0))
+
+
+def test_a_setup_that_fails_ends_the_process() -> None:
+    """The tokenizer was loaded from the same file before, so the file may come back."""
+    with pytest.raises(Exception, match="No such file"):
+        answers("tokenizer", ("setup", b"/nowhere/tokenizer.json"))
