@@ -78,6 +78,27 @@ def test_a_template_that_hung_renders_the_next_conversation(monkeypatch: pytest.
     template.close()
 
 
+@pytest.mark.parametrize(
+    ("source", "words", "lives"),
+    [
+        ("{% for a in x %}" * 21 + "{% endfor %}" * 21, "broken: too many statically nested blocks", False),
+        ("{{ messages | xmlattr }}", "fails on it: 'list' object has no attribute 'items'", True),
+    ],
+)
+def test_an_error_of_any_class_is_told_once_and_costs_no_process(source: str, words: str, lives: bool) -> None:
+    template = ChatTemplate(source, {})
+
+    async def main() -> None:
+        for _ in range(2):
+            with pytest.raises(ChatTemplateError, match=words):
+                await template.render(HELLO)
+        assert bool(template._worker._processes) == lives
+        assert (template._worker._broken is None) == lives
+
+    asyncio.run(main())
+    template.close()
+
+
 def test_the_demo_model_has_a_template() -> None:
     tokenizer = Tokenizer.load(Path(__file__).parents[4] / "client/pagekv/client/demo_model")
     template = tokenizer.chat_template

@@ -33,6 +33,9 @@ def test_templates_get_the_conveniences_they_expect() -> None:
         ("{{ messages[7]['role'] + 1 }}", "fails on it"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "what it must not|fails on it"),
         ("{{ messages.append('x') }}", "what it must not"),
+        ("{{ messages | xmlattr }}", "fails on it: 'list' object has no attribute 'items'"),
+        ("{{ 'a' | dictsort }}", "fails on it: 'str' object has no attribute 'items'"),
+        ("{{ cycler() }}", "fails on it: at least one item has to be provided"),
     ],
 )
 def test_a_template_that_fails_says_why(source: str, words: str) -> None:
@@ -54,3 +57,10 @@ def test_looking_for_mistakes_evaluates_nothing() -> None:
 def test_a_filter_that_is_not_there_is_found_when_compiling() -> None:
     with pytest.raises(ChatTemplateError, match="broken in line 1: No filter named 'nonsense'"):
         TemplateSandbox("{{ messages | nonsense }}", {})
+
+
+def test_what_python_cannot_compile_is_refused() -> None:
+    source = "{% for a in x %}" * 21 + "{% endfor %}" * 21
+    check_syntax(source)
+    with pytest.raises(ChatTemplateError, match="broken: too many statically nested blocks"):
+        TemplateSandbox(source, {})
