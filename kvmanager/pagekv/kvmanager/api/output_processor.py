@@ -114,7 +114,9 @@ class OutputProcessor:
         self.num_tokens += 1
         if self._detokenizer is None:
             return "", None
-        return self._matcher.feed(self._detokenizer.add(token_id), self.num_tokens >= self._sampling.min_tokens)
+        # As a stop token may, which the executor bans while there are fewer than min_tokens.
+        may_stop = self.num_tokens > self._sampling.min_tokens
+        return self._matcher.feed(self._detokenizer.add(token_id), may_stop)
 
     def _flush(self) -> str:
         if self._detokenizer is None:

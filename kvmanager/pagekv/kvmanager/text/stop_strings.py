@@ -48,7 +48,7 @@ class StopMatcher:
         """Takes in new text. Returns the text that can be released, and the stop string if one was completed.
 
         The match that ends first wins; the text stops before it. With `may_stop` False a stop string completed by this
-        text is ordinary text (min_tokens not reached), but its beginning may still be completed by later text.
+        text is ordinary text (too early for min_tokens), but its beginning may still be completed by later text.
         """
         # The usual case: no stop string begins in this text, and none has begun before.
         if not self._patterns or (not self._held and self._beginnings.isdisjoint(text)):

@@ -65,6 +65,23 @@ async def test_a_stop_string_before_min_tokens_is_text(h: Harness) -> None:
     assert (await call.read()).complete.stop_string == "b"
 
 
+@pytest.mark.parametrize(("text", "least", "ends"), [("ab", 2, None), ("ab", 1, 2), ("abab", 2, 4), ("b", 0, 1)])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_min_tokens_come_before_the_token_that_completes_a_stop_string(
+    text: str, least: int, ends: int | None, resumed: bool
+) -> None:
+    """As before a stop token, which the executor bans until there are so many."""
+    ids = [token for character in text for token in tokens_of(character)]
+    sampling = SamplingParams(max_tokens=20, min_tokens=least)
+    given = ids if resumed else []
+    command = GenerateCommand("r", array("I", [5, *given]), sampling, 1, len(given))
+    output = OutputProcessor(command, StopStrings(["b"]), TOKENIZER)
+    assert list(output.resume()) == []
+    found = output.end_of_resumed(()) if resumed else output.take(SequenceDelta(0, ids))
+    assert (found.stop_string if found else None) == (None if ends is None else "b")
+    assert output.num_tokens == (ends or len(ids))
+
+
 @run_by(run)
 async def test_text_held_back_for_a_stop_string_comes_with_the_end(h: Harness) -> None:
     call = await h.start(request(params={"stop": ["xyz"]}))
