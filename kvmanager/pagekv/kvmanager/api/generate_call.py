@@ -56,9 +56,9 @@ class GenerateCall:
         of the 45 microseconds of a message.
         """
         first = self._outputs[0]
-        for _ in first.resume():
+        for _ in first.resume(self._eos):
             await asyncio.sleep(0)
-        ended = first.end_of_resumed(self._eos)
+        ended = first.end_of_resumed()
         if ended is not None:
             await write(await self._complete(SequenceDelta(0), first, ended))
             return

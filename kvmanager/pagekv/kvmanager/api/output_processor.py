@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
@@ -42,7 +43,9 @@ class OutputProcessor:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, context)
         self._matcher = StopMatcher(stops)
         self._sampling = command.sampling
+        # The stop string, or the stop token, with which the resumed tokens end.
         self._resumed_match: str | None = None
+        self._resumed_stop: int | None = None
         # Tokens generated, resumed ones included.
         self.num_tokens = 0
         # The whole output so far, without resumed tokens; it goes into GenerateComplete.
@@ -50,14 +53,21 @@ class OutputProcessor:
         self.texts: list[str] = []
         self.logprobs = PackedLogprobs()
 
-    def resume(self) -> Iterator[None]:
+    def resume(self, eos_token_ids: Collection[int]) -> Iterator[None]:
         """Processes resumed tokens and yields after every SLICE_TOKENS of them. Text that is held back at their end
-        comes with the first new tokens. Raises InvalidRequest if a stop string ends the output before the last of them.
+        comes with the first new tokens. `eos_token_ids`: those of the model. Raises InvalidRequest if a stop string
+        ends the output before the last of them.
         """
+        num_text = len(self._resumed)
+        if num_text and num_text >= self._sampling.min_tokens:
+            last = self._resumed[-1]
+            if last in self._sampling.end_ids(eos_token_ids):
+                # A stop token has no text, so it completes no stop string.
+                self._resumed_stop = last
+                num_text -= 1
         if self._detokenizer is None:
-            self.num_tokens = len(self._resumed)
-            return
-        for position, token_id in enumerate(self._resumed, start=1):
+            num_text = 0
+        for position, token_id in enumerate(islice(self._resumed, num_text), start=1):
             _, match = self._add(token_id)
             if match is not None and position < len(self._resumed):
                 words = f"must be the last of them, since stop string {match!r} ends the output there"
@@ -65,8 +75,9 @@ class OutputProcessor:
             self._resumed_match = match
             if position % SLICE_TOKENS == 0:
                 yield
+        self.num_tokens = len(self._resumed)
 
-    def end_of_resumed(self, eos_token_ids: Collection[int]) -> TextDelta | None:
+    def end_of_resumed(self) -> TextDelta | None:
         """The end to report at once if the resumed tokens are a finished output already; None: generation continues.
 
         This happens if a stream broke between its last token and its end. The message with the last token already had
@@ -76,11 +87,9 @@ class OutputProcessor:
             return None
         if self._resumed_match is not None:
             return TextDelta(finish=FinishReason.STOP, stop_string=self._resumed_match)
-        last, sampling = self._resumed[-1], self._sampling
-        ends = last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
-        if ends and self.num_tokens >= sampling.min_tokens:
-            return TextDelta(finish=FinishReason.STOP, stop_token_id=last)
-        if self.num_tokens >= sampling.max_tokens:
+        if self._resumed_stop is not None:
+            return TextDelta(finish=FinishReason.STOP, stop_token_id=self._resumed_stop)
+        if self.num_tokens >= self._sampling.max_tokens:
             return TextDelta(finish=FinishReason.LENGTH)
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -76,8 +76,8 @@ def test_min_tokens_come_before_the_token_that_completes_a_stop_string(
     given = ids if resumed else []
     command = GenerateCommand("r", array("I", [5, *given]), sampling, 1, len(given))
     output = OutputProcessor(command, StopStrings(["b"]), TOKENIZER)
-    assert list(output.resume()) == []
-    found = output.end_of_resumed(()) if resumed else output.take(SequenceDelta(0, ids))
+    assert list(output.resume(())) == []
+    found = output.end_of_resumed() if resumed else output.take(SequenceDelta(0, ids))
     assert (found.stop_string if found else None) == (None if ends is None else "b")
     assert output.num_tokens == (ends or len(ids))
 
@@ -119,6 +119,10 @@ async def test_resumed_text_goes_on_exactly_where_it_broke_off(h: Harness) -> No
         ({"stop": ["b"]}, "ab", STOP, "stop_string"),
         ({"stop_token_ids": tokens_of("b")}, "ab", STOP, "stop_token_id"),
         ({}, "a</s>", STOP, "stop_token_id"),
+        # A stop token has no text, so it completes no stop string.
+        ({"stop_token_ids": tokens_of("b"), "stop": ["ab"]}, "ab", STOP, "stop_token_id"),
+        ({"stop": ["two words"]}, "atwo words ✓", STOP, "stop_string"),
+        ({"stop_token_ids": tokens_of("two words ✓"), "stop": ["two words"]}, "atwo words ✓", STOP, "stop_token_id"),
     ],
 )
 @run_by(run)
@@ -177,7 +181,7 @@ def test_resumed_tokens_are_taken_in_slices(monkeypatch: pytest.MonkeyPatch, tok
     command = GenerateCommand("r", array("I", [5, *resumed]), SamplingParams(max_tokens=2000), 1, len(resumed))
     output = OutputProcessor(command, StopStrings([]), tokenizer)
     assert added == []
-    taken = [len(added) for _ in output.resume()]
+    taken = [len(added) for _ in output.resume(())]
     assert taken == ([SLICE_TOKENS, 2 * SLICE_TOKENS, 3 * SLICE_TOKENS] if tokenizer else [])
     assert output.num_tokens == len(resumed)
 
@@ -191,9 +195,9 @@ async def test_other_calls_run_between_the_slices_of_resumed_tokens(
     turns: list[int] = []
     feed = OutputProcessor.resume
 
-    def resume(self: OutputProcessor) -> Iterator[None]:
+    def resume(self: OutputProcessor, eos_token_ids: Collection[int]) -> Iterator[None]:
         asyncio.get_running_loop().call_soon(turn)
-        yield from feed(self)
+        yield from feed(self, eos_token_ids)
         turns.append(-1)
 
     def turn() -> None:
