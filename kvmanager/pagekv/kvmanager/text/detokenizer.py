@@ -20,15 +20,14 @@ class Detokenizer:
         self._tokenizer = tokenizer
         # Bytes of an unfinished character.
         self._held = b""
-        special = tokenizer.special_ids
-        self._previous = next((token_id for token_id in reversed(context) if token_id not in special), None)
+        self._previous = next((token_id for token_id in reversed(context) if tokenizer.has_text(token_id)), None)
 
     def add(self, token_id: int) -> str:
-        """The text that is final once this token is known; may be empty. Special tokens have no text."""
+        """The text that is final once this token is known; may be empty. Special and unknown tokens have no text."""
         if not self._held and (whole := self._tokenizer.whole_texts.get(token_id)) is not None:
             self._previous = token_id
             return whole
-        if token_id in self._tokenizer.special_ids:
+        if not self._tokenizer.has_text(token_id):
             return ""
         raw = self._tokenizer.token_bytes(token_id)
         if raw is None:

@@ -151,8 +151,16 @@ class Tokenizer:
         except BaseException as error:
             raise TextRefused(words_of(error)) from error
 
+    def has_text(self, token_id: int) -> bool:
+        """Whether decoded text has the token: not if it is special, or if the tokenizer does not know it, as the ids
+        with which a model fills its vocabulary up.
+        """
+        return token_id not in self.special_ids and self.token_bytes(token_id) != b""
+
     def token_bytes(self, token_id: int) -> bytes | None:
-        """UTF-8 bytes of a token by itself, perhaps not whole characters; None if its text depends on its context."""
+        """UTF-8 bytes of a token by itself, perhaps not whole characters; None if its text depends on its context. An
+        unknown id has no bytes.
+        """
         if token_id not in self._bytes:
             self._bytes[token_id] = self._bytes_of(self._backend.id_to_token(token_id))
         return self._bytes[token_id]

@@ -82,6 +82,31 @@ def test_special_tokens_have_no_text_and_keep_the_space_that_follows() -> None:
     assert "".join(stream(SENTENCEPIECE, the, [0])) == "the"
 
 
+@pytest.mark.parametrize("tokenizer", [SENTENCEPIECE, METASPACE], ids=["sentencepiece", "metaspace"])
+def test_ids_that_the_tokenizer_does_not_know_have_no_text_and_keep_the_space_that_follows(
+    tokenizer: Tokenizer,
+) -> None:
+    """A model may have more ids than its tokenizer; a matrix is padded to a round size."""
+    the, unknown = encode(tokenizer, "the"), 5000
+    for _ in range(2):
+        assert "".join(stream(tokenizer, [*the, unknown, *the], [])) == tokenizer.decode([*the, unknown, *the])
+        assert "".join(stream(tokenizer, [unknown, *the], [])) == "the"
+        assert "".join(stream(tokenizer, the, [*the, unknown])) == " the"
+
+
+@given(TEXTS, st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 5000])), max_size=5))
+@pytest.mark.parametrize(
+    "tokenizer", [BYTE_LEVEL, SENTENCEPIECE, METASPACE], ids=["bytes", "sentencepiece", "metaspace"]
+)
+def test_ids_without_text_change_no_text_anywhere(
+    tokenizer: Tokenizer, text: str, inserted: list[tuple[int, int]]
+) -> None:
+    ids = encode(tokenizer, text)
+    for position, token_id in inserted:
+        ids.insert(position, token_id)
+    assert "".join(stream(tokenizer, ids, [])) == tokenizer.decode(ids)
+
+
 def test_added_tokens_outside_the_byte_alphabet() -> None:
     ids = encode(BYTE_LEVEL, "so two words ✓!")
     assert len(ids) < 8
