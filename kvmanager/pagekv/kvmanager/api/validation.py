@@ -64,11 +64,16 @@ _BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 
 
 async def read_generate(
-    request: inference_service_pb2.GenerateRequest, served: Served, trace_parent: str
+    request: inference_service_pb2.GenerateRequest,
+    served: Served,
+    trace_parent: str,
+    *,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> tuple[GenerateCommand, list[str]]:
     """The command for the engine, and the stop strings, which the API layer looks for. `trace_parent` as in
-    `GenerateCommand`. Raises InvalidRequest, NotFound for an adapter, FailedPrecondition if the request is for another
-    model, PermissionDenied if the tenant may not ask for this, and Overloaded if it has sent too much text.
+    `GenerateCommand`; `default_max_tokens`: for a prompt that is no conversation, or the room if that is less. Raises
+    InvalidRequest, NotFound for an adapter, FailedPrecondition if the request is for another model, PermissionDenied if
+    the tenant may not ask for this, and Overloaded if it has sent too much text.
 
     Cheap checks come first, so that a request with a wrong field is refused before its text is encoded.
     """
@@ -96,7 +101,7 @@ async def read_generate(
     # A prompt has to leave room for at least one output token.
     limit = model.max_model_len - 1
     prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request.prompt)
-    max_tokens = _read_max_tokens(request, len(prompt), model)
+    max_tokens = _read_max_tokens(request, len(prompt), model, default_max_tokens)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
     position = _first_end(resumed[:-1], max(0, params.min_tokens - 1), sampling.end_ids(model.eos_token_ids))
@@ -124,14 +129,16 @@ async def read_generate(
     return command, stops
 
 
-def _read_max_tokens(request: inference_service_pb2.GenerateRequest, num_prompt: int, model: EngineInfo) -> int:
+def _read_max_tokens(
+    request: inference_service_pb2.GenerateRequest, num_prompt: int, model: EngineInfo, default: int
+) -> int:
     """Most output tokens after a prompt of `num_prompt` tokens, which has to leave room for at least one."""
     kind, params = request.prompt.WhichOneof("kind"), request.sampling_params
     assert kind is not None, "a request without a prompt was refused"
     check_prompt_fits(PROMPT_FIELDS[kind], num_prompt, params.beam_width, model)
     if not params.HasField("max_tokens"):
         left = longest_sequence(model, params.beam_width) - num_prompt
-        return left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
+        return left if kind == "chat" else min(default, left)
     max_tokens, left = params.max_tokens, model.max_model_len - num_prompt
     if not 1 <= max_tokens <= left:
         raise InvalidRequest(

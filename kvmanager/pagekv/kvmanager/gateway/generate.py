@@ -13,7 +13,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api import validation
 from pagekv.kvmanager.api.served_model import Served
-from pagekv.kvmanager.engine.capacity import longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.logprobs import in_turns
@@ -69,10 +68,6 @@ def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.Generat
         ids = request.tokenized.input_ids
         validation.check_count("tokenized.input_ids", len(ids), model.max_model_len)
         read.prompt.token_ids.ids.extend(ids)
-        left = longest_sequence(model, 0) - len(ids)
-        # vLLM's default is all the room that the prompt leaves. Without room, the prompt's own field is refused later.
-        if not request.sampling_params.HasField("max_tokens") and left > 0:
-            read.sampling_params.max_tokens = left
     return read
 
 
@@ -80,8 +75,10 @@ async def read_generate(
     request: vllm.GenerateRequest, served: Served, trace_parent: str
 ) -> tuple[GenerateCommand, list[str]]:
     """As `validation.read_generate`, but refusals name the field of vLLM's request."""
+    read = read_request(request, served.model)
     try:
-        return await validation.read_generate(read_request(request, served.model), served, trace_parent)
+        # vLLM's default is all the room that the prompt leaves.
+        return await validation.read_generate(read, served, trace_parent, default_max_tokens=served.model.max_model_len)
     except InvalidRequest as error:
         path, bracket, index = error.field.partition("[")
         if path in _PROMPT_FIELDS:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from support.engine.fake_engine import MODEL
+from support.engine.inference_harness import TOKENIZER
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.gateway.generate import read_request, write_response
+from pagekv.kvmanager.api.served_model import Served
+from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.gateway.generate import read_generate, read_request, write_response
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -32,11 +36,20 @@ def request(**params: Any) -> vllm.GenerateRequest:
 def test_zero_means_the_default_where_the_protocol_cannot_say_absent() -> None:
     read = read_request(request(), MODEL)
     params = read.sampling_params
-    for name in ("n", "top_p", "repetition_penalty", "top_k", "temperature", "logprobs"):
+    for name in ("n", "top_p", "repetition_penalty", "top_k", "temperature", "logprobs", "max_tokens"):
         assert not params.HasField(name)
-    # vLLM's default is all the room the prompt leaves: 41 = 10 blocks of 4, and the last token needs no slot.
-    assert params.max_tokens == 41 - 2
     assert (read.request_id, list(read.prompt.token_ids.ids), read.only_complete) == ("r", [5, 6], False)
+
+
+@pytest.mark.parametrize("name", ["tokenized", "text"])
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, max_model_len=30)])
+def test_without_max_tokens_an_output_has_all_the_room(name: str, model: EngineInfo) -> None:
+    """As in vLLM. The pool's is 41 = 10 blocks of 4, and the last token needs no slot."""
+    prompt = TOKENIZER.encode("In the", special_tokens=True, limit=99)
+    given = {"text": "In the"} if name == "text" else {"tokenized": vllm.TokenizedInput(input_ids=prompt)}
+    command, _ = asyncio.run(read_generate(vllm.GenerateRequest(**given), Served(model, TOKENIZER), ""))
+    assert list(command.prompt_ids) == prompt
+    assert command.sampling.max_tokens == min(41, model.max_model_len) - len(prompt)
 
 
 def test_parameters_arrive_as_they_were_given() -> None:
