@@ -103,14 +103,18 @@ class InferenceServiceServicer(object):
 
     def Tokenize(self, request, context):
         """Encodes a prompt to token ids exactly as Generate would, up to 1048576 of them. A prompt that is given as token ids
-        comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
+        comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary; a text or a
+        conversation that the tokenizer or the chat template refuses), UNAVAILABLE (no executor attached yet, or the
+        process that reads long texts and conversations has ended), RESOURCE_EXHAUSTED (too many long texts or
+        conversations wait to be read, or the tenant has sent too much text; with a retry delay).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; no tokenizer).
+        """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; too many ids; no tokenizer),
+        UNAVAILABLE (as Tokenize), RESOURCE_EXHAUSTED (too many long texts wait to be read; with a retry delay).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

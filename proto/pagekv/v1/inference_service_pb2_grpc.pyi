@@ -61,14 +61,19 @@ class InferenceServiceStub:
         pagekv.v1.inference_service_pb2.TokenizeResponse,
     ]
     """Encodes a prompt to token ids exactly as Generate would, up to 1048576 of them. A prompt that is given as token ids
-    comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
+    comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary; a text or a
+    conversation that the tokenizer or the chat template refuses), UNAVAILABLE (no executor attached yet, or the
+    process that reads long texts and conversations has ended), RESOURCE_EXHAUSTED (too many long texts or
+    conversations wait to be read, or the tenant has sent too much text; with a retry delay).
     """
 
     Detokenize: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.inference_service_pb2.DetokenizeRequest,
         pagekv.v1.inference_service_pb2.DetokenizeResponse,
     ]
-    """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; no tokenizer)."""
+    """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; too many ids; no tokenizer),
+    UNAVAILABLE (as Tokenize), RESOURCE_EXHAUSTED (too many long texts wait to be read; with a retry delay).
+    """
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.inference_service_pb2.GetModelInfoRequest,
@@ -121,14 +126,19 @@ class InferenceServiceAsyncStub:
         pagekv.v1.inference_service_pb2.TokenizeResponse,
     ]
     """Encodes a prompt to token ids exactly as Generate would, up to 1048576 of them. A prompt that is given as token ids
-    comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
+    comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary; a text or a
+    conversation that the tokenizer or the chat template refuses), UNAVAILABLE (no executor attached yet, or the
+    process that reads long texts and conversations has ended), RESOURCE_EXHAUSTED (too many long texts or
+    conversations wait to be read, or the tenant has sent too much text; with a retry delay).
     """
 
     Detokenize: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.inference_service_pb2.DetokenizeRequest,
         pagekv.v1.inference_service_pb2.DetokenizeResponse,
     ]
-    """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; no tokenizer)."""
+    """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; too many ids; no tokenizer),
+    UNAVAILABLE (as Tokenize), RESOURCE_EXHAUSTED (too many long texts wait to be read; with a retry delay).
+    """
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.inference_service_pb2.GetModelInfoRequest,
@@ -187,7 +197,10 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.inference_service_pb2.TokenizeResponse, collections.abc.Awaitable[pagekv.v1.inference_service_pb2.TokenizeResponse]]:
         """Encodes a prompt to token ids exactly as Generate would, up to 1048576 of them. A prompt that is given as token ids
-        comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
+        comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary; a text or a
+        conversation that the tokenizer or the chat template refuses), UNAVAILABLE (no executor attached yet, or the
+        process that reads long texts and conversations has ended), RESOURCE_EXHAUSTED (too many long texts or
+        conversations wait to be read, or the tenant has sent too much text; with a retry delay).
         """
 
     @abc.abstractmethod
@@ -196,7 +209,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.inference_service_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.inference_service_pb2.DetokenizeResponse, collections.abc.Awaitable[pagekv.v1.inference_service_pb2.DetokenizeResponse]]:
-        """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; no tokenizer)."""
+        """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; too many ids; no tokenizer),
+        UNAVAILABLE (as Tokenize), RESOURCE_EXHAUSTED (too many long texts wait to be read; with a retry delay).
+        """
 
     @abc.abstractmethod
     def GetModelInfo(
