@@ -19,10 +19,12 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.common.large_messages import MAX_TEXT_BYTES
 from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.access.caller import tenant_of_call
+from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES
 from pagekv.kvmanager.tenants.turns import TenantTurns
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import TextRefused, Tokenizer, TooManyTokens
-from pagekv.kvmanager.text.worker_process import WorkerStopped
+from pagekv.kvmanager.text.waiting_jobs import WaitingJobs
+from pagekv.kvmanager.text.worker_process import MAX_WAITING_BYTES, WorkerStopped
 
 if TYPE_CHECKING:
     from pagekv.v1 import types_pb2
@@ -49,6 +51,9 @@ _threads = ThreadPoolExecutor(_NUM_THREADS, "text")
 # Each tenant has at most as many texts at the threads as there are threads, so that other tenants' texts need not wait
 # for all of them.
 _turns = TenantTurns(_NUM_THREADS)
+# More texts than --max-queue lets in by default; in bytes, as many as of longer texts.
+MAX_IN_THREADS = 4096
+_waiting = WaitingJobs("tokenizer", MAX_IN_THREADS, MAX_WAITING_BYTES)
 _Done = TypeVar("_Done")
 
 
@@ -132,7 +137,7 @@ class PromptReader:
             if len(text) <= INLINE_CHARACTERS:
                 ids = work()
             elif len(text) <= THREAD_CHARACTERS:
-                ids = await _in_thread(work)
+                ids = await _in_thread(work, _num_bytes(text))
             else:
                 # A copy of 4 MB takes a millisecond, so the next copy has its own turn of the event loop.
                 await asyncio.sleep(0)
@@ -190,9 +195,15 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         )
 
 
-async def _in_thread(work: Callable[[], _Done]) -> _Done:
-    async with _turns.of(tenant_of_call()):
-        return await asyncio.get_running_loop().run_in_executor(_threads, work)
+async def _in_thread(work: Callable[[], _Done], num_bytes: int) -> _Done:
+    """The result of `work` on so many bytes. Raises what it raises, and Overloaded if too much waits."""
+    tenant = tenant_of_call()
+    _waiting.enter(tenant, num_bytes)
+    try:
+        async with _turns.of(tenant):
+            return await asyncio.get_running_loop().run_in_executor(_threads, work)
+    finally:
+        _waiting.leave(tenant, num_bytes)
 
 
 async def decode(tokenizer: Tokenizer, token_ids: array[int]) -> bytes:
@@ -201,7 +212,7 @@ async def decode(tokenizer: Tokenizer, token_ids: array[int]) -> bytes:
         if len(token_ids) <= INLINE_IDS:
             return tokenizer.decode(token_ids).encode()
         if len(token_ids) <= THREAD_IDS:
-            return (await _in_thread(lambda: tokenizer.decode(token_ids))).encode()
+            return (await _in_thread(lambda: tokenizer.decode(token_ids), TOKEN_BYTES * len(token_ids))).encode()
         return await tokenizer.decode_long(token_ids)
     except (TextRefused, WorkerStopped) as error:
         raise InvalidRequest("token_ids", f"must be ids that the tokenizer can decode: {error}") from error

@@ -25,9 +25,10 @@ from support.engine.generate_requests import (
 from support.event_loop import counted_turns
 from support.prompts import as_prompt
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, Overloaded
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.identity import Identity
+from pagekv.kvmanager.api import prompt_reader
 from pagekv.kvmanager.api.prompt_reader import (
     INLINE_CHARACTERS,
     INLINE_IDS,
@@ -42,6 +43,7 @@ from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import read_generate
 from pagekv.kvmanager.text.chat_template import ChatTemplate
 from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.kvmanager.text.waiting_jobs import WaitingJobs
 from pagekv.v1 import inference_service_pb2 as pb
 
 
@@ -224,3 +226,39 @@ def test_texts_of_one_tenant_in_the_threads_stand_before_few_of_another(text: st
     asyncio.run(main())
     assert done.index("quiet") <= 4
     tokenizer.close()
+
+
+@pytest.mark.parametrize("text", ["x" * (INLINE_CHARACTERS + 1), ""])
+def test_texts_that_wait_for_the_threads_are_bounded(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty text: ids are decoded instead."""
+    held, waiting = threading.Event(), WaitingJobs("tokenizer", 3, 2**20)
+
+    class Slow(Tokenizer):
+        def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
+            held.wait()
+            return [1]
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            held.wait()
+            return "x"
+
+    tokenizer = Slow(small_tokenizers.byte_level())
+    reader = PromptReader(tokenizer, 100, 100_000, "a limit")
+
+    async def call() -> None:
+        await (reader.text("text", text) if text else decode(tokenizer, array("I", [1] * (INLINE_IDS + 1))))
+
+    async def main() -> None:
+        calls = [asyncio.create_task(call()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded, match="3 texts wait to be read by the tokenizer; the limit for all is 3"):
+            await call()
+        calls.pop().cancel()
+        await asyncio.sleep(0)
+        calls.append(asyncio.create_task(call()))
+        held.set()
+        await asyncio.gather(*calls)
+
+    monkeypatch.setattr(prompt_reader, "_waiting", waiting)
+    asyncio.run(main())
+    assert waiting._jobs.total == waiting._bytes.total == 0
