@@ -65,15 +65,15 @@ Set TORCH_INDEX to another index, or to nothing (make TORCH_INDEX= ...) for pip'
 
 started=$SECONDS
 cd "$root"
-# Run, not looked at: it stays executable when the interpreter that it names is gone.
+# Run, not looked at: pip stays executable when the interpreter that it names is gone.
 if ! "$venv/bin/pip" --isolated --version >/dev/null 2>&1; then
   python=$(find_python)
   "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python cannot make virtual environments.
 On Debian or Ubuntu install them with: sudo apt install python3-venv"
   say "creating $venv ($("$python" --version))"
-  # What is left of an environment has the packages of another interpreter. Any other folder is left as it is.
+  # An environment without a working interpreter has the packages of another one. Any other folder is left as it is.
   clear=
-  if [ -e "$venv/pyvenv.cfg" ]; then clear=--clear; fi
+  if [ -e "$venv/pyvenv.cfg" ] && ! "$venv/bin/python" -c '' 2>/dev/null; then clear=--clear; fi
   "$python" -m venv $clear "$venv"
 fi
 needs_torch() {

@@ -10,7 +10,7 @@ venv=$1
 # As in scripts/install.sh.
 if ! "$venv/bin/pip" --isolated --version >/dev/null 2>&1; then
   clear=
-  if [ -e "$venv/pyvenv.cfg" ]; then clear=--clear; fi
+  if [ -e "$venv/pyvenv.cfg" ] && ! "$venv/bin/python" -c '' 2>/dev/null; then clear=--clear; fi
   "${PYTHON:-python3}" -m venv $clear "$venv"
 fi
 pip() { "$venv/bin/pip" -qq --disable-pip-version-check "$@"; }

@@ -124,9 +124,11 @@ def test_every_flag_is_documented(command: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["install.sh", "install_peer.sh"])
-@pytest.mark.parametrize("state", ["works", "interpreter gone", "no environment"])
+@pytest.mark.parametrize("state", ["works", "interpreter gone", "no pip", "no environment"])
 def test_an_environment_without_its_interpreter_is_made_anew(tmp_path: Path, script: str, state: str) -> None:
-    """As after an upgrade of the system's Python. Its pip is still there, and executable."""
+    """As after an upgrade of the system's Python. Its pip is still there, and executable. One that lacks only pip, as
+    uv makes them, keeps its packages.
+    """
     calls, venv, stub, python = (tmp_path / name for name in ("calls", "venv", "stub", "python"))
     write_executable(stub, f'#!/bin/sh\necho "$0" "$@" >> {calls}\n')
     # Does nothing but make environments, of which every program is the stub.
@@ -142,6 +144,10 @@ def test_an_environment_without_its_interpreter_is_made_anew(tmp_path: Path, scr
             write_executable(venv / "bin" / name, stub.read_text())
     if state == "interpreter gone":
         write_executable(venv / "bin" / "pip", f"#!{venv}/bin/gone\n")
+        (venv / "bin" / "python").unlink()
+        (venv / "bin" / "python").symlink_to(venv / "bin" / "gone")
+    if state == "no pip":
+        (venv / "bin" / "pip").unlink()
     env = os.environ | {"PYTHON": str(python), "TORCH_INDEX": "https://index.example/cpu"}
     subprocess.run([ROOT / "scripts" / script, venv, "dev"], env=env, capture_output=True, check=True)
     made = [line for line in calls.read_text().splitlines() if line.startswith(f"{python} -m venv")]
