@@ -51,25 +51,32 @@ class HttpListener:
         self._tls, self._handshake_s = tls, handshake_s if tls is not None else None
         self._silence_s = silence_s
         self._listening: list[socket.socket] = []
+        # While it accepts nothing: when it will try again.
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
+        # Connections that are not up yet, those among them that were closed since.
+        self._arriving: set[asyncio.Task[None]] = set()
         # In the order in which they were accepted; also some that have ended since the latest one.
         self._accepted: dict[RequestHandler, _Accepted] = {}
 
     async def start(self, host: str, port: int) -> int:
-        """Listens at all addresses of a host; returns the port of the first. Raises OSError, closed again."""
+        """Listens at all addresses of a host that this system has; returns the port of the first. Raises OSError, and
+        listens at none of them then.
+        """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        families = {family: _has_family(family) for family, *_ in found}
         try:
             for family, _, _, _, address in dict.fromkeys(found):
-                self._listening.append(socket.create_server(address, family=family, backlog=BACKLOG))
+                if families[family] or not any(families.values()):
+                    listening = socket.create_server(address, family=family, backlog=BACKLOG)
+                    self._listening.append(listening)
+                    listening.setblocking(False)
+                    # Connections inherit the option (tcp(7)).
+                    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._silence_s * 1000))
+                    loop.add_reader(listening, self._accept, listening)
         except OSError:
             await self.stop()
             raise
-        for listening in self._listening:
-            listening.setblocking(False)
-            # Connections inherit the option (tcp(7)).
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._silence_s * 1000))
-            loop.add_reader(listening, self._accept, listening)
         return int(self._listening[0].getsockname()[1])
 
     async def stop(self) -> None:
@@ -81,22 +88,24 @@ class HttpListener:
         self._listening.clear()
         for pause in self._pauses.values():
             pause.cancel()
-        arriving = [each for each in self._accepted.values() if not each.arrival.done()]
-        for each in arriving:
-            _shut(each.connection)
-        if arriving:
-            await asyncio.wait([each.arrival for each in arriving])
+        for each in self._accepted.values():
+            if not each.arrival.done():
+                _shut(each.connection)
+        if self._arriving:
+            await asyncio.wait(self._arriving)
 
     def _accept(self, listening: socket.socket) -> None:
         """Called when a connection can be accepted."""
+        paused = self._pauses.pop(listening, None) is not None
         try:
             connection, _ = listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            self._pause(listening, error)
+            if not paused:
+                _log.warning("the HTTP port accepts nothing for now: %s", error.strerror)
+            self._pause(listening)
             return
-        self._pauses.pop(listening, None)
         connection.setblocking(False)
         up = frozenset(self._server.connections)
         self._accepted = {
@@ -107,13 +116,13 @@ class HttpListener:
             return
         protocol = self._server()
         arrival = asyncio.get_running_loop().create_task(self._bring_up(connection, protocol), name="HTTP connection")
+        self._arriving.add(arrival)
+        arrival.add_done_callback(self._arriving.discard)
         self._accepted[protocol] = _Accepted(connection, arrival)
 
-    def _pause(self, listening: socket.socket, error: OSError) -> None:
+    def _pause(self, listening: socket.socket) -> None:
         """The connection stays where it is, so without a pause every turn of the event loop would try again."""
         loop = asyncio.get_running_loop()
-        if listening not in self._pauses:
-            _log.warning("the HTTP port accepts nothing for now: %s", error.strerror)
         loop.remove_reader(listening)
         self._pauses[listening] = loop.call_later(PAUSE_S, loop.add_reader, listening, self._accept, listening)
 
@@ -141,3 +150,12 @@ def _shut(connection: socket.socket) -> None:
     """Ends a connection that is not up yet: its handshake fails, and the event loop closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _has_family(family: int) -> bool:
+    """Whether this system has addresses of a family: a name may have one of IPv6 where the kernel has none."""
+    try:
+        socket.socket(family, socket.SOCK_STREAM).close()
+    except OSError:
+        return False
+    return True

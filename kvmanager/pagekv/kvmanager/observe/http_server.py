@@ -36,8 +36,8 @@ MAX_BODY_BYTES = 64 * 2**10
 # Most connections; and they use at most one in DESCRIPTOR_SHARE of the process's file descriptors.
 MAX_CONNECTIONS = 128
 DESCRIPTOR_SHARE = 8
-# Seconds that a client gets to send the headers of its next request, as many for the handshake of TLS before the first,
-# to send a body, and to read some of an answer.
+# Seconds that a client gets for the handshake of TLS and for the headers of each request; for a body; and to read some
+# of an answer.
 HEADERS_S = 15.0
 BODY_S = 15.0
 ANSWER_S = 30.0
@@ -94,7 +94,7 @@ class HttpServer:
     ) -> None:
         """`listen` is host:port; port 0 means a free port. `names`: further names of the server, in lower case. `admit`
         raises Unauthenticated, PermissionDenied or InvalidRequest for a request that must not be answered; without it
-        all requests are answered. `refused` is called for each request that ends with such an error.
+        all requests are answered. `refused` is called for each request that ends with a PageKVError.
         """
         self._tls = tls
         self._admit, self._refused = admit, refused
