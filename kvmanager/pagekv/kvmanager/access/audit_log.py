@@ -50,7 +50,7 @@ class AuditLog:
         # Only a regular file is rotated, not a terminal, for example.
         self._may_move = stat.S_ISREG(os.fstat(self._file).st_mode)
         # Whether the file ends with a part of a line, for whose rest there was no room.
-        self._cut = False
+        self._cut = _is_cut(path)
         self._second = -1
         self._refusals = self._limited = self._left_out = 0
         self._complained_at = -math.inf
@@ -164,7 +164,7 @@ class AuditLog:
             same = False
         if not same:
             former, self._file = self._file, _open(self._path)
-            self._cut = False
+            self._cut = _is_cut(self._path)
             os.close(former)
 
     def _complain(self, reason: str) -> None:
@@ -182,3 +182,13 @@ def _open(path: Path) -> int:
     if stat.S_ISREG(os.fstat(file).st_mode):
         os.fchmod(file, FILE_MODE)
     return file
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a regular file ends with a part of a line, as one may that an earlier process left on a full disk."""
+    with suppress(OSError):
+        if path.is_file() and (size := path.stat().st_size):
+            with path.open("rb") as file:
+                file.seek(size - 1)
+                return file.read(1) != b"\n"
+    return False

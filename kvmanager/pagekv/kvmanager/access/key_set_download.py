@@ -89,13 +89,13 @@ def _first(found: Sequence[tuple[Any, ...]], end: float) -> socket.socket:
         if left_s <= 0:
             raise TimeoutError
         try:
-            return _connected(each, left_s)
+            return _connect(each, left_s)
         except OSError as error:
             refused = error
     raise refused or OSError("the name has no address")
 
 
-def _connected(found: tuple[Any, ...], limit_s: float) -> socket.socket:
+def _connect(found: tuple[Any, ...], limit_s: float) -> socket.socket:
     family, kind, protocol, _, address = found
     connection = socket.socket(family, kind, protocol)
     try:

@@ -190,6 +190,16 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
     assert log.lost_lines == 3
 
 
+def test_a_part_of_a_line_that_a_former_process_left_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text('{"time": "2026')
+    log = AuditLog(path, Clock(NOON))
+    log.called("one", "", CALL)
+    close(log)
+    part, line = path.read_text("ascii").splitlines()
+    assert (part, json.loads(line)["identity"]) == ('{"time": "2026', "one")
+
+
 def test_a_file_that_is_begun_behind_a_line_that_was_cut_off_has_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

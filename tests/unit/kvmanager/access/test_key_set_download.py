@@ -15,6 +15,8 @@ from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES
 from pagekv.kvmanager.access.key_set_download import KeySetDownloadError, download_key_set
 
 SHORT_S = 0.3
+# Less than any of the faults takes.
+LATE_S = 5.0
 
 
 def test_the_body_comes_back_and_the_query_is_sent() -> None:
@@ -62,7 +64,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left(slow_headers: bool) -> 
         begun = time.monotonic()
         with pytest.raises(KeySetDownloadError, match=r"took longer than 0.3 s"):
             download_key_set(server.url, SHORT_S)
-        assert time.monotonic() - begun < 10 * SHORT_S
+        assert time.monotonic() - begun < LATE_S
 
 
 def test_a_server_that_says_nothing_is_left() -> None:
@@ -115,7 +117,7 @@ def test_a_proxy_that_sends_a_byte_now_and_then_is_left(monkeypatch: pytest.Monk
         begun = time.monotonic()
         with pytest.raises(KeySetDownloadError, match=r"took longer than 0.3 s"):
             download_key_set("https://login.invalid/keys", SHORT_S)
-        assert time.monotonic() - begun < 10 * SHORT_S
+        assert time.monotonic() - begun < LATE_S
 
 
 def test_a_handshake_that_sends_a_byte_now_and_then_is_left() -> None:
@@ -124,6 +126,7 @@ def test_a_handshake_that_sends_a_byte_now_and_then_is_left() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def drip() -> None:
+            server.settimeout(60)
             connection, _ = server.accept()
             with connection, suppress(OSError):
                 connection.sendall(b"\x16\x03\x03\x40\x00")
@@ -136,7 +139,7 @@ def test_a_handshake_that_sends_a_byte_now_and_then_is_left() -> None:
         try:
             with pytest.raises(KeySetDownloadError, match=r"took longer than 0.3 s"):
                 download_key_set(f"https://127.0.0.1:{server.getsockname()[1]}/", SHORT_S)
-            assert time.monotonic() - begun < 10 * SHORT_S
+            assert time.monotonic() - begun < LATE_S
         finally:
             ended.set()
             dripping.join()
@@ -154,7 +157,7 @@ def test_a_name_of_many_addresses_that_answer_nothing_is_left(monkeypatch: pytes
         begun = time.monotonic()
         with pytest.raises(KeySetDownloadError, match=r"took longer than 0.3 s"):
             download_key_set("http://login.invalid/keys", SHORT_S)
-        assert time.monotonic() - begun < 10 * SHORT_S
+        assert time.monotonic() - begun < LATE_S
 
 
 def test_another_address_of_a_name_is_asked_where_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
