@@ -47,7 +47,8 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
     if gpu is not None:
         return _load_cuda(config, directory, gpu, world, lost)
     refuse_cuda_flags(config)
-    check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes() // world.local_size, world.size)
+    available = available_bytes() // world.local_size
+    check_cpu_start(directory, config.dtype, config.kv_memory, available, world.size, fused=config.fused)
     with phase("importing torch and transformers"), paused_collector():
         _import_torch_and_transformers(world)
         from pagekv.executor.cpu.backend import CpuBackend

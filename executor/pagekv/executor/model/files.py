@@ -45,7 +45,7 @@ class StoredModel:
     num_layers: int | None = None
     hidden_size: int | None = None
     num_linear: int | None = None
-    """Those of `num_weights` that are certain to be of linear layers: the matrices of layers, except experts."""
+    """Elements of the matrices of layers, except experts: nearly all are of linear layers."""
 
     def token_bytes(self, element_bytes: int) -> int | None:
         """Bytes of one token's keys and values over all layers."""

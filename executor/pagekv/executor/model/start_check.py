@@ -5,6 +5,7 @@ takes seconds. The code that loads the model makes the same checks later.
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 from pagekv.executor.model.files import StoredModel, absent_layers, embedding_size, read_model_files
@@ -12,7 +13,7 @@ from pagekv.executor.world import MAX_RANKS
 
 # Bytes of an element, by the values of --dtype that the cpu backend supports.
 CPU_ELEMENT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float64": 8}
-# Element types in which linear layers are repacked.
+# Element types in which compiled loops compute.
 REPACKED = ("float32", "bfloat16")
 
 # Least tokens of a pool: one block of the manager's default --block-size. Blocks may be smaller, but no useful prompt
@@ -29,25 +30,32 @@ def check_cpu_dtype(dtype: str) -> None:
         )
 
 
-def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int, ranks: int = 1) -> None:
+def check_cpu_start(
+    directory: Path, dtype: str, kv_memory: int, available: int, ranks: int = 1, *, fused: bool = True
+) -> None:
     """Raises ValueError where `CpuBackend` would raise it or run out of memory, as far as the model's files show.
-    `available`: bytes that this process can get. `ranks`: the number of ranks that split the model.
+    `available`: bytes that this process can get. `ranks`: the number of ranks that split the model. `fused`: compiled
+    loops are to compute it.
     """
     check_cpu_dtype(dtype)
     stored = read_model_files(directory)
     check_same_model(directory, stored)
     check_ranks(directory, stored, ranks)
     check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory, available, ranks)
-    _check_weights(directory, stored, "float32" if dtype == "auto" else dtype, available, ranks)
+    served = "float32" if dtype == "auto" else dtype
+    repacked = fused and served in REPACKED and find_spec("numba") is not None
+    _check_weights(directory, stored, served, available, ranks, repacked=repacked)
 
 
-def _check_weights(directory: Path, stored: StoredModel, dtype: str, available: int, ranks: int) -> None:
-    """Raises ValueError if the weights do not fit. Weights of the served type are mapped from their files, but those of
-    linear layers are then repacked, except in float64.
+def _check_weights(
+    directory: Path, stored: StoredModel, dtype: str, available: int, ranks: int, *, repacked: bool
+) -> None:
+    """Raises ValueError if the weights do not fit. Weights of the served type are mapped from their files; `repacked`:
+    those of linear layers are then copied for compiled loops.
     """
     copied = stored.num_weights
     if stored.dtype in (None, dtype):
-        copied = stored.num_linear if dtype in REPACKED else 0
+        copied = stored.num_linear if repacked else 0
     needed = (copied or 0) * CPU_ELEMENT_BYTES[dtype] // ranks
     if needed <= available:
         return

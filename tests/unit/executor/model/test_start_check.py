@@ -9,6 +9,7 @@ import pytest
 
 from pagekv.common.models import resolve_model
 from pagekv.executor.cpu.backend import DTYPES
+from pagekv.executor.model import start_check
 from pagekv.executor.model.files import NUMBERED_LAYERS, StoredModel, absent_layers, read_model_files
 from pagekv.executor.model.start_check import CPU_ELEMENT_BYTES, check_cpu_start, check_kv_memory, check_ranks
 
@@ -70,7 +71,7 @@ def test_weights_that_do_not_fit_once_converted() -> None:
     check_cpu_start(demo, "float64", 0, 4 * number, ranks=2)
 
 
-def test_weights_as_they_are_stored_need_room_for_repacked_layers() -> None:
+def test_weights_as_they_are_stored_need_room_for_repacked_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding alone is read in the file."""
     demo = resolve_model("demo")
     stored = read_model_files(demo)
@@ -82,6 +83,10 @@ def test_weights_as_they_are_stored_need_room_for_repacked_layers() -> None:
         check_cpu_start(demo, "bfloat16", 0, 2 * stored.num_linear - 1)
     check_cpu_start(demo, "bfloat16", 0, 2 * stored.num_linear)
     check_cpu_start(demo, "bfloat16", 0, stored.num_linear, ranks=2)
+    # Without compiled loops they may stay in the file.
+    check_cpu_start(demo, "bfloat16", 0, 0, fused=False)
+    monkeypatch.setattr(start_check, "find_spec", lambda _: None)
+    check_cpu_start(demo, "bfloat16", 0, 0)
 
 
 def _write_headers(directory: Path, dtype: str, **tensors: tuple[str, list[int]]) -> Path:
