@@ -89,19 +89,23 @@ def test_a_call_counts_from_its_headers_on_and_ends_without_its_request(
     run(body)
 
 
-@pytest.mark.parametrize("requests", [0, 1])
+@pytest.mark.parametrize("requests", [0, 2])
 def test_reflection_ends_without_a_next_request(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(calls: Open, port: int) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call: Any = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-            for _ in range(requests):
+            for left in reversed(range(requests)):
+                if not left:
+                    # From the wait behind this request on.
+                    monkeypatch.setattr(server, "IDLE_MS", 300)
                 await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
                 assert (await call.read()).list_services_response.service
             with pytest.raises(grpc.aio.AioRpcError, match=r"no request came within 0\.3 s"):
                 await call.read()
         await until(lambda: not calls.calls)
 
-    monkeypatch.setattr(server, "IDLE_MS", 300)
+    if not requests:
+        monkeypatch.setattr(server, "IDLE_MS", 300)
     run(body, reflection=True)
 
 

@@ -59,6 +59,7 @@ class OutputProcessor:
         ends the output before the last of them.
         """
         num_text = len(self._resumed)
+        # The executor samples no end among the first min_tokens; a caller may resume with one as the last of them.
         if num_text and num_text >= self._sampling.min_tokens:
             last = self._resumed[-1]
             if last in self._sampling.end_ids(eos_token_ids):

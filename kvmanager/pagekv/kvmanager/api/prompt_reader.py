@@ -68,7 +68,9 @@ class PromptReader:
         self._limit_name = limit_name
 
     async def read(self, prompt: types_pb2.Prompt) -> array[int]:
-        """Token ids of a prompt, uint32, in the field `prompt` of a request. Raises InvalidRequest."""
+        """Token ids of a prompt, uint32, in the field `prompt` of a request. Raises InvalidRequest,
+        Overloaded and Unavailable.
+        """
         kind = prompt.WhichOneof("kind")
         if kind == "text":
             return await self.text(PROMPT_FIELDS[kind], prompt.text)
@@ -79,7 +81,7 @@ class PromptReader:
         raise InvalidRequest("prompt", "exactly one of text, token_ids and chat must be set")
 
     async def text(self, field: str, text: str) -> array[int]:
-        """Token ids of a text, uint32, given in `field`, with the tokenizer's special tokens. Raises InvalidRequest."""
+        """Token ids of a text, uint32, given in `field`, with the tokenizer's special tokens. Raises as `read` does."""
         tokenizer = self._need_tokenizer(field)
         if not text:
             raise InvalidRequest(field, "must not be empty")

@@ -22,14 +22,14 @@ class EngineConfig:
     num_device_blocks: int = flag(
         "blocks in the device pool; 0: as many as fit the memory that the executor measured",
         default=0,
-        type=integer(0, 2**31 - 1),
+        type=integer(0, 2**30),
         metavar="N",
     )
     num_host_blocks: int = flag(
         "blocks in the host pool, which keeps the keys and values of preempted sequences; 0: as many as the "
         "executor allows",
         default=0,
-        type=integer(0, 2**31 - 1),
+        type=integer(0, 2**30),
         metavar="N",
     )
     max_model_len: int = flag(

@@ -119,7 +119,8 @@ class Preemption:
         free_blocks, most = free_blocks or blocks, limits.max_running - slots
         while (lacks_blocks := pool.num_free_for(tenant) < free_blocks) or len(self._running.order) > most:
             shares, last = self._shares(), None
-            # First blocks, then slots: a slot alone would be freed for nothing.
+            # First blocks, then slots: a slot alone would be freed for nothing. Blocks that the group will hit are not
+            # known, so they count as lacking, too.
             for other in self._most_first(tenant, for_blocks=lacks_blocks):
                 if served.place(other) > served.place(tenant) and shares[other] > share and last is None:
                     last = self._last_of(other)

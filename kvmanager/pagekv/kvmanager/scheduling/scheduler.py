@@ -265,8 +265,8 @@ class Scheduler:
         return preempts
 
     def _allocate_one_by_one(self, sequences: list[Seq]) -> dict[Seq, int]:
-        """Allocates a block for each of these sequences, in running order, so that of one tenant's requests none is
-        preempted after it got its block. Returns the sequences that still run in the end, with their blocks.
+        """Allocates a block for each of these sequences, in running order, so that no request is preempted after it got
+        its block, except for another tenant. Returns the sequences that still run in the end, with their blocks.
         """
         found: dict[Seq, int] = {}
         for sequence in sorted(sequences, key=key):

@@ -1,4 +1,4 @@
-"""The jobs of a worker process: their number and their bytes, by tenant, with bounds."""
+"""Jobs that wait for a worker process or for threads: their number and their bytes, by tenant, with bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WaitingJobs:
     """
 
     def __init__(self, kind: str, max_jobs: int, max_bytes: int) -> None:
-        """`kind`: the kind of process, named in refusals."""
+        """`kind`: who does the jobs, named in refusals."""
         self._kind = kind
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes

@@ -93,8 +93,8 @@ _KINDS: dict[str, Callable[[bytes], dict[str, Job]]] = {"template": template_job
 
 def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
     """Does jobs until the input ends. The first job, `setup`, makes the other jobs of this kind; `nothing` does
-    nothing. A job whose body is cut off gets no answer, because its writer was killed. An error of a job is its answer;
-    one of the setup ends the process, unless it is NoAnswer or MemoryError, because the next process may do better.
+    nothing. A job whose body is cut off gets no answer, because its writer was killed. An error of a job is its answer.
+    So are NoAnswer and MemoryError of the setup. Its other errors end the process: the next one may do better.
     """
     jobs: dict[str, Job] = {"nothing": lambda _: b""}
     while len(head := jobs_in.read(JOB.size)) == JOB.size:

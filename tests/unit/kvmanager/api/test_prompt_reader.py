@@ -22,7 +22,7 @@ from support.engine.generate_requests import (
     read,
     sampled,
 )
-from support.event_loop import counted_turns
+from support.event_loop import counted_turns, until
 from support.prompts import as_prompt
 
 from pagekv.common.errors import InvalidRequest, Overloaded
@@ -250,13 +250,15 @@ def test_texts_that_wait_for_the_threads_are_bounded(text: str, monkeypatch: pyt
 
     async def main() -> None:
         calls = [asyncio.create_task(call()) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        with pytest.raises(Overloaded, match="3 texts wait to be read by the tokenizer; the limit for all is 3"):
-            await call()
-        calls.pop().cancel()
-        await asyncio.sleep(0)
-        calls.append(asyncio.create_task(call()))
-        held.set()
+        try:
+            await until(lambda: waiting._jobs.total == 3)
+            with pytest.raises(Overloaded, match="3 texts wait to be read by the tokenizer; the limit for all is 3"):
+                await call()
+            calls.pop().cancel()
+            await until(lambda: waiting._jobs.total == 2)
+            calls.append(asyncio.create_task(call()))
+        finally:
+            held.set()
         await asyncio.gather(*calls)
 
     monkeypatch.setattr(prompt_reader, "_waiting", waiting)
