@@ -135,7 +135,8 @@ def test_an_environment_without_its_interpreter_is_made_anew(tmp_path: Path, scr
     write_executable(
         python,
         f'#!/bin/sh\necho "$0" "$@" >> {calls}\n'
-        f'case "$*" in "-m venv"*) mkdir -p {venv}/bin; cd {venv}/bin; cp {stub} pip; cp {stub} python;; esac\n',
+        f'case "$*" in "-m venv"*) mkdir -p {venv}/bin; cd {venv}/bin; rm -f pip python\n'
+        f"cp {stub} pip; cp {stub} python;; esac\n",
     )
     if state != "no environment":
         (venv / "bin").mkdir(parents=True)
