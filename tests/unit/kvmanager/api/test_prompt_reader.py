@@ -193,21 +193,28 @@ def test_huge_lists_of_ids_are_refused_by_their_number_alone(monkeypatch: pytest
         read(ids(*[2**32 - 1] * 2_000_000))
 
 
+class Slow(Tokenizer):
+    """Encodes and decodes once an event is set."""
+
+    def __init__(self, held: threading.Event) -> None:
+        super().__init__(small_tokenizers.byte_level())
+        self._until = held
+
+    def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
+        self._until.wait()
+        return [1]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self._until.wait()
+        return "x"
+
+
 @pytest.mark.parametrize("text", ["x" * (INLINE_CHARACTERS + 1), ""])
 def test_texts_of_one_tenant_in_the_threads_stand_before_few_of_another(text: str) -> None:
     """Two are at work and two wait, however many more there are. Empty text: ids are decoded instead."""
     held, done = threading.Event(), list[str]()
 
-    class Slow(Tokenizer):
-        def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
-            held.wait()
-            return [1]
-
-        def decode(self, token_ids: Sequence[int]) -> str:
-            held.wait()
-            return "x"
-
-    tokenizer = Slow(small_tokenizers.byte_level())
+    tokenizer = Slow(held)
     reader = PromptReader(tokenizer, 100, 100_000, "a limit")
 
     async def call(tenant: str) -> None:
@@ -233,16 +240,7 @@ def test_texts_that_wait_for_the_threads_are_bounded(text: str, monkeypatch: pyt
     """Empty text: ids are decoded instead."""
     held, waiting = threading.Event(), WaitingJobs("tokenizer", 3, 2**20)
 
-    class Slow(Tokenizer):
-        def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
-            held.wait()
-            return [1]
-
-        def decode(self, token_ids: Sequence[int]) -> str:
-            held.wait()
-            return "x"
-
-    tokenizer = Slow(small_tokenizers.byte_level())
+    tokenizer = Slow(held)
     reader = PromptReader(tokenizer, 100, 100_000, "a limit")
 
     async def call() -> None:
