@@ -53,7 +53,7 @@ class HttpListener:
         self._listening: list[socket.socket] = []
         # While it accepts nothing: when it will try again.
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
-        # Connections that are not up yet, those among them that were closed since.
+        # Ends of handshakes: of connections that are not up yet, also of those closed since to make room.
         self._arriving: set[asyncio.Task[None]] = set()
         # In the order in which they were accepted; also some that have ended since the latest one.
         self._accepted: dict[RequestHandler, _Accepted] = {}

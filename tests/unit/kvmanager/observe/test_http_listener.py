@@ -30,7 +30,7 @@ Run = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs a coroutine in an event loop of each kind, for a minute at most."""
-    make = pytest.importorskip(request.param).new_event_loop
+    make = pytest.importorskip(request.param, reason="pip install 'pagekv[manager]'").new_event_loop
 
     def in_loop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def bounded() -> None:

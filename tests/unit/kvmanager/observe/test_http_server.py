@@ -299,36 +299,6 @@ def test_a_process_with_few_descriptors_keeps_most_of_them(monkeypatch: pytest.M
     newcomers_are_answered_beside_slow_ones()
 
 
-def test_where_all_are_being_answered_a_newcomer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
-    begun, over = asyncio.Semaphore(0), asyncio.Event()
-
-    async def streams(request: web.Request) -> web.Response:
-        begun.release()
-        await over.wait()
-        return web.Response(text="over")
-
-    async def main() -> None:
-        server = HttpServer("127.0.0.1:0", [web.get("/", streams)])
-        url = f"http://127.0.0.1:{await server.start()}/"
-        async with aiohttp.ClientSession() as session:
-
-            async def get() -> str:
-                async with session.get(url) as response:
-                    return await response.text()
-
-            answers = [asyncio.create_task(get()) for _ in range(3)]
-            for _ in answers:
-                await begun.acquire()
-            with connect(url) as newcomer:
-                assert await answer(newcomer) == b""
-            over.set()
-            assert await asyncio.gather(*answers) == ["over"] * 3
-        await server.stop()
-
-    asyncio.run(main())
-
-
 @in_event_loop
 async def test_a_port_that_is_taken_is_an_error() -> None:
     async with served() as (_, url):
