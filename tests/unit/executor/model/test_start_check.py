@@ -9,6 +9,7 @@ import pytest
 
 from pagekv.common.models import resolve_model
 from pagekv.executor.cpu.backend import DTYPES
+from pagekv.executor.cpu.choose_forward import TOLERANCE
 from pagekv.executor.model import start_check
 from pagekv.executor.model.files import NUMBERED_LAYERS, StoredModel, absent_layers, read_model_files
 from pagekv.executor.model.start_check import CPU_ELEMENT_BYTES, check_cpu_start, check_kv_memory, check_ranks
@@ -16,6 +17,7 @@ from pagekv.executor.model.start_check import CPU_ELEMENT_BYTES, check_cpu_start
 
 def test_element_types_are_those_of_the_cpu_backend() -> None:
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == CPU_ELEMENT_BYTES
+    assert {DTYPES[name] for name in start_check.REPACKED} == {*TOLERANCE}
 
 
 @pytest.mark.parametrize(
