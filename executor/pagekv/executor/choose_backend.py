@@ -17,7 +17,7 @@ from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, refuse_cuda_flags
 from pagekv.executor.group import rank_threads
-from pagekv.executor.machine import available_bytes, shorten_spinning
+from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.start_check import check_cpu_start
 from pagekv.executor.model.torch_import import import_torch
 from pagekv.executor.ranks.watch import end_process
@@ -111,7 +111,6 @@ def _torch_has_gpu() -> bool:
     # Without CuPy the answer is False, and torch need not be imported.
     if importlib.util.find_spec("cupy") is None:
         return False
-    shorten_spinning()
     with phase("importing torch"), paused_collector():
         import_torch()
         import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 import re
 import signal
@@ -213,12 +212,8 @@ def _import_torch(backend: str) -> None:
     if "torch" in sys.modules:
         return
     with phase("importing torch"), paused_collector():
-        if backend == "oracle":
-            # For the store alone.
-            import_torch()
-        else:
-            # With its meta kernels in Python, which distributed tensors need.
-            importlib.import_module("torch")
+        # An oracle's ranks need only torch's store.
+        import_torch(meta_kernels=backend != "oracle")
 
 
 def _join_collectives(config: ExecutorConfig, store: Store, world: World, meeting: Meeting, joining: JoinTime) -> None:

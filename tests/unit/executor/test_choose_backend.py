@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -17,19 +18,37 @@ from pagekv.executor.cuda.preflight import Builds, Gpu
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
+# In a process of its own, which imports nothing before.
+LOAD = """
+import sys
+from pagekv.executor.config import parse_config
+from pagekv.executor.choose_backend import load_backend
+load_backend(parse_config(['--backend', sys.argv[1], '--model', 'demo'], env={}))
+print(sorted({'torch', 'transformers', 'safetensors', 'huggingface_hub'} & sys.modules.keys()))
+"""
+
+
+def load(backend: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LOAD, backend], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+
 
 @pytest.mark.e2e
 def test_the_oracle_never_imports_torch() -> None:
-    code = (
-        "import sys; from pagekv.executor.config import parse_config\n"
-        "from pagekv.executor.choose_backend import load_backend\n"
-        "load_backend(parse_config(['--backend', 'oracle', '--model', 'demo'], env={}))\n"
-        "print(sorted({'torch', 'transformers', 'safetensors', 'huggingface_hub'} & sys.modules.keys()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=240, check=False
-    )
+    done = load("oracle", environment())
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.e2e
+def test_threads_of_the_cpu_backend_spin_for_a_tenth_of_a_millisecond() -> None:
+    """The setting must come before torch, wherever that is imported first. The runtime's own is 300,000 turns."""
+    env = {name: value for name, value in environment().items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = load("cpu", env | {"OMP_DISPLAY_ENV": "verbose"})
+    assert "torch" in done.stdout, done.stderr
+    turns = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    assert turns is not None, "torch is built with another runtime"
+    assert 100 <= int(turns[1]) <= 50_000
 
 
 def test_a_machine_without_a_gpu_says_so() -> None:

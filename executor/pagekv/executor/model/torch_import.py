@@ -1,4 +1,4 @@
-"""Imports torch without its meta kernels in Python, which PageKV hardly ever needs.
+"""Imports torch, with threads that spin briefly, and without its meta kernels in Python, which are hardly ever needed.
 
 A kernel of the meta device computes the shape of an operator's result and nothing else. transformers creates models on
 that device before it loads their weights. torch has such kernels in C++, and replaces most of them by functions in
@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import spec_from_loader
 from types import ModuleType
 
+from pagekv.executor.machine import shorten_spinning
+
 # The newest release of torch that was tried without them. Later ones, which may need them for their own import, are
 # imported as they are.
 NEWEST_TRIED = (2, 14)
@@ -26,11 +28,15 @@ _META_KERNELS = "torch._meta_registrations"
 _CIRCLE = ("torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store")
 
 
-def import_torch() -> None:
-    """Imports torch; does nothing if it is imported already."""
+def import_torch(*, meta_kernels: bool = False) -> None:
+    """Imports torch; does nothing if it is imported already. `meta_kernels`: with those in Python, too, as distributed
+    tensors need them.
+    """
     if "torch" in sys.modules:
         return
-    if _release() > NEWEST_TRIED:
+    # OpenMP's runtime, which comes with torch, reads the time to spin only once.
+    shorten_spinning()
+    if meta_kernels or _release() > NEWEST_TRIED:
         importlib.import_module("torch")
         return
     sys.modules[_META_KERNELS] = ModuleType(_META_KERNELS)
