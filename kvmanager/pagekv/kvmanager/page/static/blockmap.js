@@ -5,7 +5,7 @@
 import { forEachChange, holders, state } from "./codec.js";
 import { Grid } from "./grid.js";
 import { drawMarks, showTip } from "./marks.js";
-import { color, mix, onThemeChange, pixel, reducedMotion } from "./theme.js";
+import { color, mix, onRatioChange, onThemeChange, pixel, reducedMotion } from "./theme.js";
 
 const FADE_MS = 900;
 // At the beginning of a fade, in 256ths: the share of the flash colour in a block that was just allocated or hit, and
@@ -35,17 +35,20 @@ export class BlockMap {
     this.table = null;
     this.chain = [];
     this.frames = [];
+    this.revealed = Infinity;
     this.reset(0);
     new ResizeObserver(() => this.layout()).observe(root);
     onThemeChange(() => this.layout());
+    onRatioChange(() => this.layout());
     this.listen();
   }
 
-  // A snapshot of a pool of `size` blocks follows. Another epoch means another pool.
+  // A snapshot of a pool of `size` blocks follows. Another epoch means another pool, of which no block has the focus.
   begin(size, epoch) {
     if (size === this.size && epoch === this.epoch) {
       this.bytes.fill(0);
     } else {
+      this.focus(-1);
       Object.assign(this, { size, epoch });
       this.reset(this.grows ? Math.min(size, FEWEST) : size);
     }
@@ -53,17 +56,16 @@ export class BlockMap {
 
   // Makes room for a block that was not drawn so far.
   grow(index) {
-    const { bytes } = this;
     const focus = [this.focused, this.kept];
-    this.reset(Math.min(this.size, 2 ** Math.ceil(Math.log2(index + 1))));
-    this.bytes.set(bytes);
+    this.reset(Math.min(this.size, 2 ** Math.ceil(Math.log2(index + 1))), this.bytes);
     [this.focused, this.kept] = focus;
   }
 
-  // Starts with `count` blocks, all free.
-  reset(count) {
+  // Starts with `count` blocks, all free but for those in `bytes`.
+  reset(count, bytes = []) {
     this.count = count;
     this.bytes = new Uint8Array(count);
+    this.bytes.set(bytes);
     this.from = new Uint32Array(count);
     // The first `numFading` entries are blocks whose colour is fading.
     this.fading = new Int32Array(count);
@@ -255,11 +257,14 @@ export class BlockMap {
     this.repaint();
   }
 
-  // Lights the blocks of a block table; null: none. `afresh`: one after the other, unlike a refresh of the same table.
+  // Lights the blocks of a block table; null: none. `afresh`: one after the other. A refresh of the same table goes on
+  // where its lighting was.
   choose(table, afresh = true) {
     this.table = table;
-    this.revealed = afresh && table && !reducedMotion.matches ? 0 : Infinity;
-    this.revealBegan = performance.now();
+    if (afresh) {
+      this.revealed = table && !reducedMotion.matches ? 0 : Infinity;
+      this.revealBegan = performance.now();
+    }
     this.light();
   }
 

@@ -5,6 +5,15 @@ export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 export const onThemeChange = (listener) => dark.addEventListener("change", listener);
 
+// Calls `listener` whenever a CSS pixel has another number of device pixels: the page is zoomed, or on another screen.
+export function onRatioChange(listener) {
+  const changed = () => {
+    listener();
+    onRatioChange(listener);
+  };
+  matchMedia(`(resolution: ${window.devicePixelRatio}dppx)`).addEventListener("change", changed, { once: true });
+}
+
 export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 // A colour as 0xAABBGGRR, which is RGBA in the memory of every machine that runs a browser.

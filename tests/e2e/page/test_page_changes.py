@@ -1,0 +1,66 @@
+"""The live page while what it shows changes under it: pools, screens, the connection, and a tab that nobody sees."""
+
+from __future__ import annotations
+
+import pytest
+from support.browser.page_site import BLOCKS, TEXT, Site, wait
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("page")]
+
+
+def test_blocks_of_a_map_that_grows_keep_their_colours(site: Site) -> None:
+    """All in one task of the page: a size that changes with the map draws it anew in the next one."""
+    shown = site.browser.run(
+        "const map = pagekv.host, run = new DataView(new ArrayBuffer(9));"
+        "const change = (start, length, byte) => {"
+        "  run.setUint32(0, start, true); run.setUint32(4, length, true); run.setUint8(8, byte);"
+        "  map.apply({ runs: btoa(String.fromCharCode(...new Uint8Array(run.buffer))) });"
+        "};"
+        "document.getElementById('host').hidden = false;"
+        "map.begin(4096, 'a pool of its own');"
+        "map.layout();"
+        "change(0, 200, 1);"
+        "const before = [map.count, map.pixels[7] === map.colors[1]];"
+        "change(700, 1, 2);"
+        "const looked = [7, 300, 700], right = (index) => map.pixels[index] === map.colors[map.bytes[index]];"
+        "return [...before, map.count, looked.map(right), looked.map((index) => map.bytes[index])]"
+    )
+    assert shown == [256, True, 1024, [True] * 3, [1, 0, 2]]
+
+
+def test_a_block_of_a_pool_that_is_gone_is_let_go(site: Site) -> None:
+    first, second = (block.block_id for block in site.client.explain_prefix(TEXT).blocks[:2])
+    site.browser.run("pagekv.device.focus(arguments[0], true)", second)
+    wait(lambda: site.browser.run("return pagekv.device.chain") == [first])
+    assert site.browser.text("#inspector-title") == f"Block {second}"
+    site.browser.run("pagekv.device.begin(arguments[0], 'another pool')", BLOCKS)
+    assert site.browser.run("return [pagekv.device.focused, pagekv.device.kept, pagekv.device.chain]") == [
+        -1,
+        False,
+        [],
+    ]
+    assert site.browser.text("#inspector-title") == "What the colours mean"
+    assert site.browser.run("return document.getElementById('inspector-close').hidden")
+
+
+def test_the_blocks_of_a_request_light_up_one_by_one_also_while_it_gets_more(site: Site) -> None:
+    site.browser.look(1280, 900, still=False)
+    shown = site.browser.run(
+        "const map = pagekv.device, blocks = Array.from({ length: 150 }, (_, at) => at);"
+        "map.choose(blocks.slice(0, 149));"
+        "const first = map.shown;"
+        "map.choose(blocks, false);"
+        "return [first, map.shown]"
+    )
+    # Of 1.1 seconds next to nothing has gone by.
+    assert max(shown) < 75
+    wait(lambda: site.browser.run("return pagekv.device.shown") == 150)
+    # A refresh of blocks that are lit leaves them lit.
+    assert site.browser.run("pagekv.device.choose([3, 4, 5], false); return pagekv.device.shown") == 3
+
+
+def test_a_map_is_sharp_on_the_screen_that_it_is_moved_to(site: Site) -> None:
+    site.browser.look(1280, 900, still=True, scale=2)
+    wait(lambda: site.browser.run("return pagekv.device.grid.ratio") == 2)
+    site.browser.look(1280, 900, still=True)
+    wait(lambda: site.browser.run("return pagekv.device.grid.ratio") == 1)
