@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.browser.page_site import BLOCKS, TEXT, Site, wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("page")]
+
+# Of the requests that the page has made for a request's blocks, their number.
+ASKED = "return performance.getEntriesByType('resource').filter(({ name }) => name.includes('/api/request?')).length"
 
 
 def test_blocks_of_a_map_that_grows_keep_their_colours(site: Site) -> None:
@@ -64,3 +69,21 @@ def test_a_map_is_sharp_on_the_screen_that_it_is_moved_to(site: Site) -> None:
     wait(lambda: site.browser.run("return pagekv.device.grid.ratio") == 2)
     site.browser.look(1280, 900, still=True)
     wait(lambda: site.browser.run("return pagekv.device.grid.ratio") == 1)
+
+
+def test_a_tab_that_nobody_sees_asks_for_no_blocks(site: Site) -> None:
+    with site.client.stream(TEXT, max_tokens=1500, ignore_eos=True, request_id="unseen") as stream:
+        next(iter(stream))
+        site.browser.run("pagekv.requests.choose('unseen')")
+        wait(lambda: site.browser.run(ASKED) > 1)
+        site.browser.run(
+            "Object.defineProperty(document, 'hidden', { configurable: true, get: () => true });"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        time.sleep(0.3)  # for one that is under way
+        asked = site.browser.run(ASKED)
+        time.sleep(1.5)
+        assert site.browser.run(ASKED) == asked
+        site.browser.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+        wait(lambda: site.browser.run(ASKED) > asked)
+        wait(lambda: site.browser.run("return document.body.dataset.link") == "live")

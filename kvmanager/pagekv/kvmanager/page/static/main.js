@@ -134,6 +134,8 @@ let refreshing = 0;
 async function lightRequest(id, afresh) {
   clearTimeout(refreshing);
   if (id === null) return device.choose(null);
+  // Nothing is asked for while nobody sees it.
+  if (document.hidden) return (refreshing = setTimeout(() => lightRequest(id, afresh), REFRESH_MS));
   try {
     const { sequences } = await ask(`/api/request?id=${encodeURIComponent(id)}`);
     if (requests.chosen !== id) return;
