@@ -87,3 +87,17 @@ def test_a_tab_that_nobody_sees_asks_for_no_blocks(site: Site) -> None:
         site.browser.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
         wait(lambda: site.browser.run(ASKED) > asked)
         wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
+
+
+def test_hits_of_a_long_prompt_are_told_of_the_blocks_that_are_shown(site: Site) -> None:
+    label = site.browser.run(
+        "return import('/page/explain.js').then(({ Explain }) => {"
+        "  const hit = { start: 0, end: 1, outcome: 'hit', reason: '', block_id: null };"
+        "  const show = (blocks) => {"
+        "    new Explain({}).show({ prompt_tokens: 9, cached_tokens: 9, num_blocks: blocks, blocks: [hit, hit] });"
+        "    return document.querySelector('#explain-answer .strip').ariaLabel;"
+        "  };"
+        "  return [show(2), show(1500)];"
+        "})"
+    )
+    assert label == ["2 of 2 blocks hit", "2 of the first 2 of 1,500 blocks hit"]

@@ -52,9 +52,10 @@ export class Explain {
       ? `${count(cached)} of ${plural(tokens, "token")} are cached (${percent(cached / tokens)})`
       : `None of ${plural(tokens, "token")} is cached`;
     const hits = found.filter((block) => block.outcome === "hit").length;
-    const strip = element("div", { class: "strip", role: "img", "aria-label": `${hits} of ${plural(blocks, "block")} hit` },
-      ...found.map((block) => element("i", { class: block.outcome, title: `${NAMES[block.outcome]}: ${block.reason}` })));
     const more = blocks - found.length;
+    const all = `${more ? `the first ${count(found.length)} of ` : ""}${plural(blocks, "block")}`;
+    const strip = element("div", { class: "strip", role: "img", "aria-label": `${hits} of ${all} hit` },
+      ...found.map((block) => element("i", { class: block.outcome, title: `${NAMES[block.outcome]}: ${block.reason}` })));
     this.answer.replaceChildren(
       element("p", { class: "verdict" }, verdict),
       strip,
