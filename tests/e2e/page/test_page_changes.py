@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
-from support.browser.page_site import BLOCKS, TEXT, Site, wait
+from support.browser.page_site import BLOCKS, PLAIN, TEXT, Site, wait
+from support.clients.held_port import held_port
+from support.clients.stack import MANAGER, Process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("page")]
 
@@ -101,3 +106,29 @@ def test_hits_of_a_long_prompt_are_told_of_the_blocks_that_are_shown(site: Site)
         "})"
     )
     assert label == ["2 of 2 blocks hit", "2 of the first 2 of 1,500 blocks hit"]
+
+
+@pytest.mark.long
+def test_a_manager_that_says_nothing_any_more_is_shown_as_lost(site: Site, tmp_path: Path) -> None:
+    """Its connection stays open, as behind a router that has forgotten it."""
+    with held_port() as nobody:
+        args = ["--executor", f"127.0.0.1:{nobody}", "--http-listen", "127.0.0.1:0", PLAIN]
+        manager = Process(MANAGER, args, tmp_path)
+        manager.start()
+        try:
+            site.browser.open(f"http://{manager.http}/")
+            link = "return document.body.dataset.link"
+            wait(lambda: site.browser.run(link) == "waiting")
+            # Without an executor there is nothing to tell, for longer than a page waits.
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                assert site.browser.run(link) == "waiting"
+                time.sleep(0.1)
+            os.kill(manager.pid, signal.SIGSTOP)
+            wait(lambda: site.browser.run(link) == "lost")
+            os.kill(manager.pid, signal.SIGCONT)
+            wait(lambda: site.browser.run(link) == "waiting")
+        finally:
+            manager.kill()
+    # Chromium itself notes every connection that fails.
+    assert all("/api/stream - Failed to load resource" in complaint for complaint in site.browser.complaints())

@@ -23,7 +23,7 @@ from pagekv.v1 import operator_service_pb2 as pb
 
 # Seconds that a viewer may take to read a message before it counts as gone.
 WRITE_TIMEOUT_S = 30.0
-# Seconds without a message after which a comment is sent.
+# Seconds without a message after which the page is told that the manager is there; stream.js waits for three of them.
 KEEP_ALIVE_S = 5.0
 STATIC = Path(__file__).with_name("static")
 # The place for a warning in index.html.
@@ -144,12 +144,14 @@ def _with_warning(page: str, reached: Mapping[str, str]) -> str:
 
 
 async def _next_lines(viewer: Viewer) -> bytes:
-    """The next message, or a comment after KEEP_ALIVE_S: only writing shows that a viewer has gone."""
+    """The next message or, after KEEP_ALIVE_S, an event "alive": only writing shows that a viewer has gone, and only
+    what comes shows a viewer that the manager has not.
+    """
     try:
         async with asyncio.timeout(KEEP_ALIVE_S):
             return f"data: {await viewer.next()}\n\n".encode()
     except TimeoutError:
-        return b":\n\n"
+        return b"event: alive\ndata:\n\n"
 
 
 def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_tokens: bool) -> dict[str, Any]:
