@@ -21,6 +21,12 @@ KVMANAGER = Path(pagekv.kvmanager.__file__).parents[2]
 OBSERVE = KVMANAGER / "observe"
 DASHBOARD = OBSERVE / "grafana" / "dashboards" / "pagekv.json"
 METRIC = re.compile(r"\b(?:vllm:|pagekv[_:])[a-z_]+")
+# A metric with its selectors, and what a sum is made by.
+SELECTED = re.compile(r"\b((?:vllm:|pagekv[_:])[a-z_]+)(?:\{([^}]*)\})?")
+GROUPED = re.compile(r"\b(?:by|without|ignoring) ?\(([^)]*)\)")
+# Labels that Prometheus adds, that histograms have, and that all metrics under vLLM's names have.
+COMMON = frozenset({"instance", "job", "le"})
+OF_VLLM = frozenset({"model_name", "engine"})
 
 
 def promtool(*args: str, text: str = "") -> None:
@@ -40,6 +46,26 @@ def known_metrics() -> set[str]:
     for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", page.read_text(), re.M):
         known |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
     return known | {rule["record"] for rule in rules() if "record" in rule}
+
+
+def labels_of() -> dict[str, set[str]]:
+    """By metric of docs/metrics.md, the labels that it has of its own."""
+    page = (KVMANAGER.parent / "docs" / "metrics.md").read_text()
+    found = re.findall(r"^\| `([a-z:_0-9]+)(?:\{([a-z_, ]*)\})?` \|", page, re.M)
+    return {name: set(labels.split(", ")) - {""} for name, labels in found}
+
+
+def unknown_labels(expr: str) -> set[str]:
+    """Labels by which an expression selects or sums that none of its metrics have."""
+    known, wrong, there = labels_of(), set[str](), set(COMMON)
+    for name, selectors in SELECTED.findall(expr):
+        metric = re.sub("_(bucket|sum|count)$", "", name)
+        own = known.get(name, known.get(metric, {"reason"} if ":prefix_miss_share" in name else set()))
+        own = own | COMMON | (OF_VLLM if name.startswith("vllm:") else set())
+        there |= own
+        wrong |= set(re.findall(r"([a-z_]+)(?:=~?|!=|!~)\"", selectors)) - own
+    grouped = ", ".join(GROUPED.findall(expr)).split(", ")
+    return wrong | set(grouped) - there - {""}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -82,6 +108,14 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
             assert found <= known, panel["title"]
             asked |= found
     assert len(asked) > 30
+
+
+def test_rules_and_dashboard_select_and_sum_by_labels_that_there_are() -> None:
+    """Another label selects nothing, and a sum by it is one sum."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    exprs = [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules()]
+    assert {expr: wrong for expr in exprs if (wrong := unknown_labels(expr))} == {}
+    assert unknown_labels('sum by (kind) (pagekv_evicted_blocks_total{layer="device"})') == {"kind", "layer"}
 
 
 def test_the_dashboards_queries_are_promql() -> None:
