@@ -110,9 +110,11 @@ def measure(model: LlamaForCausalLM, stack: Stack, workload: str, args: argparse
             f"padded generate {tokens / peer_seconds:.0f} tok/s, equal outputs {equal}",
             file=sys.stderr,
         )
-    for _ in range(args.batching_rounds):
-        batched.append(tokens / continuous_batching(model, prompts, new))
-        print(f"  {workload}: continuous batching {batched[-1]:.0f} tok/s", file=sys.stderr)
+    for number in range(args.batching_rounds + 1 if args.batching_rounds else 0):
+        rate = tokens / continuous_batching(model, prompts, new)
+        if number:  # its first round warms up, too
+            batched.append(rate)
+        print(f"  {workload} {number}/{args.batching_rounds}: continuous batching {rate:.0f} tok/s", file=sys.stderr)
     row: dict[str, object] = {
         "workload": workload,
         "requests": args.requests,
@@ -134,7 +136,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each workload [5]")
     parser.add_argument(
-        "--batching-rounds", type=int, default=1, help="rounds of transformers' continuous batching [1]"
+        "--batching-rounds", type=int, default=1, help="measured rounds of transformers' continuous batching [1]"
     )
     parser.add_argument("--workload", choices=("mixed", "shared", "both"), default="both")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
