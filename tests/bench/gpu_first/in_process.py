@@ -99,10 +99,14 @@ class InProcess:
             if state.computed_tokens == len(state.token_ids):
                 state.token_ids.append(UNKNOWN_TOKEN)
 
-    def finish(self) -> None:
-        """Collects the steps in flight and ends the sequences."""
+    def wait(self) -> None:
+        """Collects the steps in flight."""
         while self._flying:
             self._collect()
+
+    def finish(self) -> None:
+        """Collects the steps in flight and ends the sequences."""
+        self.wait()
         self._backend.finish(self.states)
 
     def _collect(self) -> None:
@@ -167,6 +171,7 @@ def mixed_seconds(backend: CudaBackend, batch: int, vocab_size: int, sizes: Size
     driven.prefill()
     driven.states.append(prompt)
     driven.step(driven.states, sizes.chunk)  # the first of its shape sets things up
+    driven.wait()
     started = time.perf_counter()
     for _ in range(steps):
         driven.step(driven.states, sizes.chunk)

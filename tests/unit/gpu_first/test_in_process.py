@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ from gpu_first.in_process import (
 from gpu_first.llama import llama_3_8b, two_layers, write_model
 from support.executor.cuda_host import host_backend, save_small_model
 from transformers import LlamaForCausalLM
+
+from pagekv.executor.backend.interface import Sampled, Scheduled, SequenceState
 
 
 def test_it_generates_what_transformers_generates(tmp_path: Path) -> None:
@@ -55,6 +60,32 @@ def test_decodes_and_steps_mixed_with_prompts_are_measured(tmp_path: Path) -> No
         decode_seconds(backend, 2, 256, REHEARSED, sampling)
     assert backend.runner.graphs.num_replayed > 0
     assert mixed_seconds(backend, 2, 256, REHEARSED) > 0
+
+
+class Ahead:
+    """A backend whose steps take a second each on a device of its own; `now` is the host's clock, which only waits."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+
+    def launch(self, scheduled: Sequence[Scheduled]) -> Any:
+        self.free = end = max(self.now, self.free) + 1
+
+        def collect() -> dict[int, Sampled]:
+            self.now = max(self.now, end)
+            return {item.state.seq_id: Sampled(1) for item in scheduled if item.samples}
+
+        return SimpleNamespace(collect=collect)
+
+    def finish(self, states: Sequence[SequenceState]) -> None:
+        """Nothing is kept of them."""
+
+
+def test_a_mixed_step_is_measured_without_those_that_were_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of its shape, which sets things up, is launched before the clock starts, and not over by then."""
+    backend: Any = Ahead()
+    monkeypatch.setattr("gpu_first.in_process.time", SimpleNamespace(perf_counter=lambda: backend.now))
+    assert mixed_seconds(backend, 2, 256, replace(REHEARSED, long=14, mixed_steps=4)) == 1
 
 
 def test_the_written_model_loads(tmp_path: Path) -> None:
