@@ -6,6 +6,8 @@ google.rpc is installed. `pagekv.common.statuses` has the gRPC status of each cl
 
 from __future__ import annotations
 
+from typing import Any
+
 # Attributes that go into ErrorInfo.metadata, if an error has them and they are set.
 FACTS = ("rule", "limit", "flag", "needed_blocks", "available_blocks", "pinned_blocks", "server_version")
 
@@ -16,10 +18,23 @@ class PageKVError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles, which cross to other processes: Python's own way calls the class with the message
+        alone, and an error that cannot be read ends a whole pool of processes.
+        """
+        return _restored, (type(self), self.args), self.__dict__
+
     @property
     def metadata(self) -> dict[str, str]:
         """The attributes in FACTS that are set, as text by name: ErrorInfo.metadata of the status."""
         return {name: str(fact) for name in FACTS if (fact := getattr(self, name, None)) not in (None, "")}
+
+
+def _restored(cls: type[PageKVError], args: tuple[Any, ...]) -> PageKVError:
+    """An error with these arguments, and no attributes yet."""
+    error = cls.__new__(cls)
+    error.args = args
+    return error
 
 
 class InvalidRequest(PageKVError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -162,3 +163,18 @@ def test_every_error_that_is_exported_can_be_raised() -> None:
     told = (Path(__file__).resolve().parents[3] / "docs/python.md").read_text().partition("\n## Errors\n")[2]
     exported = {name for name in client_errors.__all__ if issubclass(getattr(client_errors, name), Exception)}
     assert {*re.findall(r"`([A-Z][a-z]\w+)`", told)} & {*vars(client_errors)} == exported
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        client_errors.ServerError("INTERNAL", "it broke", "COMPUTATION_FAILED"),
+        client_errors.DataLoss("a gap"),
+        client_errors.DeadlineExceeded("too late"),
+        client_errors.Unreachable("nobody is there", 3.0),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_goes_to_another_process_whole(error: errors.PageKVError) -> None:
+    other = pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
+    assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
