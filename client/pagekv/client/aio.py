@@ -68,6 +68,7 @@ class AsyncPageKVClient(ClientCalls):
     async def close(self) -> None:
         """Closes the connection unless it was given as `channel`; calls still running raise Cancelled. Idempotent."""
         if self._owns_channel:
+            self._pauses.close()
             await self._channel.close()
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> AsyncStream:

@@ -82,6 +82,7 @@ class PageKVClient(ClientCalls):
     def close(self) -> None:
         """Closes the connection unless it was given as `channel`; calls still running raise Cancelled. Idempotent."""
         if self._owns_channel:
+            self._pauses.close()
             self._channel.close()
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Stream:

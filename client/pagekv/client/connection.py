@@ -17,6 +17,7 @@ from pagekv.client.channel import channel_options, target_or_default
 from pagekv.client.errors import from_rpc_error
 from pagekv.client.identity import FilePath, authorization, for_tenant, tls_credentials
 from pagekv.client.options import with_options_of
+from pagekv.client.outage import Pauses
 from pagekv.client.settings import CallOptions, CallSettings
 from pagekv.client.wire import flat
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
@@ -109,6 +110,8 @@ class Connection:
         self._settings = self._settings.changed(type(self).__name__, {"metadata": entries})
         self._loop = self._running_loop()
         self._owns_channel = channel is None
+        # Shared with the clients that `with_options` gives.
+        self._pauses = Pauses()
         self._channel = channel = self._open_channel(credentials) if channel is None else channel
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -161,6 +164,14 @@ class Connection:
     async def _pause(self, event: Any, seconds: float) -> None:
         """Returns when the event is set or the time is over."""
         raise NotImplementedError
+
+    async def _rest(self, event: Any, seconds: float) -> None:
+        """Returns when the event is set or the time is over. Closing the connection sets the event."""
+        self._pauses.begin(event)
+        try:
+            await self._pause(event, seconds)
+        finally:
+            self._pauses.end(event)
 
     def _begin_call(self, method: Any, request: Any, timeout: float | None) -> Any:
         """A running call; for unary methods of the blocking client, the answer. Raises FailedPrecondition if the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from typing import Any
 
 from pagekv.client.errors import PageKVError
 
@@ -54,3 +55,31 @@ class Outage:
         longest = LONGEST_PAUSE_UNANSWERED_S if isinstance(error, ConnectionError) else LONGEST_PAUSE_S
         self._next_s = min(2 * self._next_s, longest)
         return min(max(pause, least_s), left)
+
+
+class Pauses:
+    """The pauses of a connection under way, which its closing ends. For any thread, as far as the events are.
+
+    States: open → closed.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        # Set to end a pause: events of threading or of asyncio.
+        self._events: set[Any] = set()
+
+    def begin(self, event: Any) -> None:
+        """A pause begins, which the event ends."""
+        self._events.add(event)
+        # Afterwards: a `close` that has not seen the event is seen here.
+        if self.closed:
+            event.set()
+
+    def end(self, event: Any) -> None:
+        self._events.discard(event)
+
+    def close(self) -> None:
+        """Ends the pauses, and those that begin later. Idempotent."""
+        self.closed = True
+        for event in tuple(self._events):
+            event.set()

@@ -59,19 +59,21 @@ class RunningStream(Generic[Item, State]):
     def __init__(self, client: Connection, resumable: State, begin: Callable[[Any, float | None], Any]) -> None:
         self._client, self.resumable, self._begin = client, resumable, begin
         self._call: Any = None
-        self._ended = client._new_event()
+        self._was_ended = False
+        # Set to end a pause between two calls.
+        self._awake = client._new_event()
 
     def end(self) -> None:
         """Cancels the call: a wait for the next item ends as if the stream had ended. Idempotent."""
-        # The event is set first: a call that begins meanwhile either sees it or is already in `_call`.
-        self._ended.set()
+        # First: a call that begins meanwhile either sees it or is already in `_call`.
+        self._was_ended = True
+        self._awake.set()
         if self._call is not None:
             self._call.cancel()
 
     @property
     def was_ended(self) -> bool:
-        ended: bool = self._ended.is_set()
-        return ended
+        return self._was_ended
 
     async def items(self) -> AsyncGenerator[Item]:
         """The items, over as many calls as needed. Raises PageKVError."""
@@ -98,4 +100,6 @@ class RunningStream(Generic[Item, State]):
                         from_rpc_error(error, target) if isinstance(error, grpc.RpcError) else cancelled_here(target)
                     )
                     pause_s = resumable.failed(known)
-                    await self._client._pause(self._ended, pause_s)
+                    await self._client._rest(self._awake, pause_s)
+                    if self._client._pauses.closed and not self.was_ended:
+                        raise cancelled_here(target) from error

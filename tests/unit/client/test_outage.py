@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
 from pagekv.client import errors
-from pagekv.client.outage import LONGEST_PAUSE_S, LONGEST_PAUSE_UNANSWERED_S, Outage
+from pagekv.client.outage import LONGEST_PAUSE_S, LONGEST_PAUSE_UNANSWERED_S, Outage, Pauses
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +51,14 @@ def test_no_pause_is_longer_than_the_time_left_whatever_is_asked_for() -> None:
 def test_without_time_there_is_no_pause_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert Outage(0, lambda: 0.0, logging.getLogger("test")).pause_s(errors.Unavailable("gone")) is None
     assert caplog.records == []
+
+
+def test_closing_ends_the_pauses_under_way_and_those_that_begin_later() -> None:
+    pauses, over, under_way, later = Pauses(), threading.Event(), threading.Event(), threading.Event()
+    pauses.begin(over)
+    pauses.end(over)
+    pauses.begin(under_way)
+    assert not under_way.is_set()
+    pauses.close()
+    pauses.begin(later)
+    assert (over.is_set(), under_way.is_set(), later.is_set(), pauses.closed) == (False, True, True, True)

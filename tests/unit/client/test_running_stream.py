@@ -116,6 +116,29 @@ def test_closing_ends_a_pause_before_a_retry(server: ScriptedServer, client: Pag
         assert rest.result(40) == []
 
 
+@pytest.mark.parametrize("end_stream", [False, True])
+def test_closing_the_client_ends_a_pause_before_a_retry(
+    server: ScriptedServer, make_client: Callable[..., Any], end_stream: bool
+) -> None:
+    refused = threading.Event()
+    server.expect("Generate", refused.set, Fails(errors.Overloaded("full", 50.0)))
+    client = make_client(server.target)
+    stream = client.with_options(max_retries=5).stream("x")
+    with ThreadPoolExecutor(1) as other:
+        rest = other.submit(list, stream)
+        assert refused.wait(60)
+        # So that the pause has begun by then, most likely; before it, the end is the same.
+        time.sleep(0.2)
+        if end_stream:
+            stream.close()
+        client.close()
+        if end_stream:
+            assert rest.result(40) == []
+        else:
+            with pytest.raises(Cancelled):
+                rest.result(40)
+
+
 @both
 def test_closing_before_the_first_item_sends_nothing(server: ScriptedServer, client: PageKVClient, method: str) -> None:
     stream = OPENED[method][0](client)
