@@ -52,8 +52,9 @@ def target_or_default(target: str | None) -> str:
     if target is None:
         # A variable that is empty is none.
         target, source = os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET, f" (from {TARGET_VARIABLE})"
-    if not isinstance(target, str) or not target:
-        raise InvalidRequest("target", f"must be host:port or unix:/path, is {target!r:.80}")
+    # A path of its own would be looked up as the name of a host.
+    if not isinstance(target, str) or not target or target.startswith("/") or not target.isprintable():
+        raise InvalidRequest("target", f"must be host:port or unix:/path, is {target!r:.80}{source}")
     if scheme := _URL.match(target):
         problem = f"must be host:port or unix:/path, without {scheme[0]}, is {target!r:.80}{source}"
         raise InvalidRequest("target", problem)

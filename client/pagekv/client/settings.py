@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 
 from pagekv.client.options import check_known, described
@@ -99,7 +100,8 @@ class CallSettings:
         values: dict[str, Any] = {**options}
         if "metadata" in values:
             added = as_metadata(values["metadata"])
-            given = {key for key, _ in added}
+            # A list: keys are checked only afterwards, and may be anything.
+            given = [key for key, _ in added]
             values["metadata"] = (*(entry for entry in self.metadata if entry[0] not in given), *added)
         return replace(self, **values)
 
@@ -125,8 +127,8 @@ def check_seconds(name: str, value: object, least: float, most: float) -> None:
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """Raises InvalidRequest unless it is a whole number in these bounds."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    """Raises InvalidRequest unless it is a whole number in these bounds; one of NumPy is one."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise InvalidRequest(name, f"must be a whole number from {least} to {most}, is {value!r:.80}")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import asdict, fields
 from datetime import UTC
 from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_args
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -60,7 +60,8 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
     """The fields of a Prompt message. Raises InvalidRequest unless the prompt is of one of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
-    if not isinstance(prompt, Iterable) or isinstance(prompt, (*_BYTES, Mapping)):
+    # Elements of a set have no order of their own.
+    if not _is_iterable(prompt) or isinstance(prompt, (*_BYTES, Mapping, Set)):
         advice = ": decode it first" if isinstance(prompt, _BYTES) else ""
         raise InvalidRequest("prompt", f"must be text, token ids or messages, is {_shown(prompt)}{advice}")
     items = list(prompt)
@@ -73,6 +74,15 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
         return {"chat": {"messages": [_message(position, item) for position, item in enumerate(items)]}}
     # Protobuf refuses items of a wrong kind.
     return {"token_ids": {"ids": items}}
+
+
+def _is_iterable(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether it gives items. Arrays of no dimension have the method for it, and do not."""
+    try:
+        iter(value)  # type: ignore[call-overload]  # callers pass anything
+    except TypeError:
+        return False
+    return True
 
 
 def _message(position: int, item: object) -> Mapping[str, Any]:

@@ -163,6 +163,13 @@ def test_a_target_without_a_port_that_there_is_is_refused(target: str) -> None:
         PageKVClient(target)
 
 
+@pytest.mark.parametrize("target", ["/run/pagekv.sock", "gpu-7\0:50051", "gpu-7:50051\n"])
+def test_a_path_and_what_is_no_text_to_read_are_no_targets(target: str) -> None:
+    """Such a target was said to be a name for which no address is known."""
+    with pytest.raises(InvalidRequest, match=r"^target: must be host:port or unix:/path, is "):
+        PageKVClient(target)
+
+
 @pytest.mark.parametrize(
     "target", ["gpu-7:65535", "[::1]:1", "unix:relative", "unix:70000", "unix:///tmp/x", "ipv4:127.0.0.1:1"]
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 
 from pagekv.client import InvalidRequest
-from pagekv.client.settings import CallSettings, as_metadata
+from pagekv.client.settings import CallSettings, as_metadata, check_whole
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,13 @@ def test_values_at_their_bounds_are_taken() -> None:
     CallSettings(timeout=5e-324, resume_timeout=0, max_retries=0)
     CallSettings(timeout=1e6, resume_timeout=1e6, max_retries=100, metadata=(("a", "x" * 8159),))
     CallSettings(timeout=None, metadata=(("a.b_c-9", ""), ("d-bin", b"\x00\xff")))
+
+
+def test_a_whole_number_of_numpy_is_one() -> None:
+    check_whole("n", numpy.uint8(64), 1, 64)
+    for wrong in (numpy.int64(65), numpy.float64(2), numpy.True_):
+        with pytest.raises(InvalidRequest, match=r"^n: must be a whole number from 1 to 64, is "):
+            check_whole("n", wrong, 1, 64)
 
 
 def test_a_change_adds_metadata_and_replaces_the_rest() -> None:

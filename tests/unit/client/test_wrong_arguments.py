@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 
 from pagekv.client import (
@@ -39,7 +40,7 @@ MESSAGE = {"role": "user", "content": "x"}
 # By annotation; an argument of another kind has to be added here.
 WRONG: dict[str, list[Any]] = {
     "str": NO_TEXT,
-    "str | None": [*NO_TEXT, ""],
+    "str | None": [*NO_TEXT, "", "a\ud800:1"],
     "bool": ["x", 0, 1, None, 1.5, [True], object()],
     "int": NO_WHOLE_NUMBER,
     "int | None": NO_WHOLE_NUMBER,
@@ -47,7 +48,7 @@ WRONG: dict[str, list[Any]] = {
     "float | None": NO_NUMBER,
     "Prompt": [
         *(ids for ids in NO_IDS if ids != "x"),
-        [], MESSAGE, [{"role": "user"}], [{**MESSAGE, "content": 3}], [MESSAGE, 3],
+        [], MESSAGE, [{"role": "user"}], [{**MESSAGE, "content": 3}], [MESSAGE, 3], {3, 1}, numpy.array(3),
     ],
     "Sequence[int]": NO_IDS,
     "str | Sequence[str]": [3, True, b"x", {"x": 1}, [3], [b"x"], [None], object()],
@@ -55,7 +56,7 @@ WRONG: dict[str, list[Any]] = {
     "CacheControls": NO_CACHE,
     "CacheControls | None": NO_CACHE,
     "BlockState | None": ["x", 3, True, b"free", ["free"], object()],
-    "Metadata": [3, None, "x", {"a": "b"}, ["ab"], [("a",)], [("a", 3)], [(3, "a")]],
+    "Metadata": [3, None, "x", {"a": "b"}, ["ab"], [("a",)], [("a", 3)], [(3, "a")], [([], "a")]],
     "FilePath | None": [*NO_TEXT, ""],
     "grpc.ChannelCredentials | None": ["x", 3, object()],
     "Any": ["x", 3, object()],
