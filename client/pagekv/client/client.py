@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterator
 from contextlib import suppress
@@ -23,13 +24,25 @@ T = TypeVar("T")
 
 
 def _carry_out(steps: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits for an event loop, because everything that it awaits blocks."""
+    """The result of a coroutine that never waits for an event loop, because everything that it awaits blocks.
+
+    Its generators stay out of an event loop of this thread, whose turn the caller may block: a loop closes all
+    generators that it knows when it ends, and a stream that is read on afterwards would look complete.
+    """
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
     try:
         steps.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
     raise AssertionError("a coroutine of the blocking client waits")
+
+
+async def _next_of(items: AsyncGenerator[T]) -> T:
+    return await anext(items)
 
 
 def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
@@ -38,7 +51,7 @@ def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
     """
     try:
         while True:
-            yield _carry_out(items.asend(None))
+            yield _carry_out(_next_of(items))
     except StopAsyncIteration:
         return
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -241,3 +243,25 @@ def test_a_server_that_does_not_answer_in_time(make_client: Any) -> None:
             client.stats()
         with pytest.raises(DeadlineExceeded):
             client.generate("x", timeout=0.7)
+
+
+def test_a_stream_that_began_in_an_event_loop_is_read_on_after_it(server: ScriptedServer) -> None:
+    """An event loop that ends closes the generators that it knows: such a stream looked complete."""
+    server.expect("Generate", chunk(4), chunk(5, done=1), complete(4, 5))
+    server.expect(
+        "ListBlocks", operator_pb.ListBlocksResponse(blocks=[operator_pb.BlockInfo(), operator_pb.BlockInfo()])
+    )
+
+    async def begin(client: PageKVClient) -> Any:
+        stream, blocks = client.stream("x"), client.iter_blocks()
+        assert next(stream).token_ids == (4,)
+        next(blocks)
+        hooks = sys.get_asyncgen_hooks()
+        assert hooks.firstiter is not None, "those of the loop are left as they were"
+        return stream, blocks
+
+    with PageKVClient(server.target) as client:
+        stream, blocks = asyncio.run(begin(client))
+        assert [each.token_ids for each in stream] == [(5,), ()]
+        assert stream.completion.token_ids == (4, 5)
+        assert len(list(blocks)) == 1
