@@ -125,9 +125,9 @@ def _environment() -> dict[str, str]:
     """The environment of the children: this process's, with the same module path, and the variable that makes them end
     with this process.
     """
-    # A script's directory or `python -c` may have put entries on sys.path, which the children get by environment
-    # variable.
-    paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "pagekv"))]
+    # A script's directory or `python -c`, whose entry for the working directory is empty, may have put entries on
+    # sys.path, which the children get by environment variable.
+    paths = [os.path.abspath(path) for path in sys.path if os.path.isdir(os.path.join(path, "pagekv"))]
     known = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,

@@ -20,7 +20,7 @@ from pagekv.client.errors import from_rpc_error
 # Policies to choose a manager; the gateway has more, which need further arguments.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
 DEFAULT_PORT = 8000
-COMMAND = (sys.executable, "-m", "pagekv.client.launcher.gateway_process", "launch")
+COMMAND = (sys.executable, "-P", "-m", "pagekv.client.launcher.gateway_process", "launch")
 _ANSWER_S = 2.0
 _GET_TOKENIZER = "/vllm.grpc.engine.VllmEngine/GetTokenizer"
 # Seconds that a manager may take to read and pack the files of its tokenizer.

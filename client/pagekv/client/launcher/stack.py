@@ -24,14 +24,15 @@ from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args,
 from pagekv.client.launcher.held_ports import HeldPorts
 from pagekv.common.probe import check
 
-EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor")
+# -P in each command: a file of the working directory, such as torch.py, would otherwise replace the module of its name.
+EXECUTOR_COMMAND = (sys.executable, "-P", "-m", "pagekv.executor")
 # Stands before the command of the ranks, without its interpreter. torchrun gets SIGTERM when this process is gone, and
 # ends its ranks.
 TORCHRUN = (
-    sys.executable, "-m", "pagekv.client.launcher.with_parent", "torch.distributed.run", "--standalone",
+    sys.executable, "-P", "-m", "pagekv.client.launcher.with_parent", "torch.distributed.run", "--standalone",
     "--max-restarts=1000000",
 )  # fmt: skip  # as one would type it
-MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
+MANAGER_COMMAND = (sys.executable, "-P", "-m", "pagekv.kvmanager")
 # Address of the ports to which only processes of the stack connect: executors, and the gateway's own metrics.
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.1
@@ -153,7 +154,10 @@ class Stack:
 
     def _executor_command(self) -> Sequence[str]:
         command, ranks = self.config.executor_command, self.config.ranks
-        return command if ranks == 1 else (*TORCHRUN, f"--nproc-per-node={ranks}", *command[1:])
+        if ranks == 1:
+            return command
+        # torchrun starts the interpreters itself, with its own environment.
+        return (*TORCHRUN, f"--nproc-per-node={ranks}", *(word for word in command[1:] if word != "-P"))
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = role if self.config.replicas == 1 else f"{role} {pair + 1}"

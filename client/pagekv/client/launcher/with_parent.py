@@ -2,7 +2,8 @@
 
     python -m pagekv.client.launcher.with_parent MODULE ARGUMENTS
 
-It gets SIGTERM when its standard input ends (`pagekv.common.parent`).
+It gets SIGTERM when its standard input ends (`pagekv.common.parent`). If this interpreter was started with -P, which
+keeps the working directory off the path of modules, so are the interpreters that the module starts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def _watch() -> None:
 def main() -> None:
     """Runs the module and does not return: the process ends with the module."""
     threading.Thread(target=_watch, daemon=True).start()
+    if sys.flags.safe_path:
+        os.environ["PYTHONSAFEPATH"] = "1"
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 from support.clients.held_port import held_port, hold
+from support.clients.stack import environment
 from support.clients.stand_ins import config
 
+from pagekv.client.cli.commands import replay
 from pagekv.client.launcher.errors import StackError
-from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Stack, StackConfig
+from pagekv.client.launcher.gateway import COMMAND, GatewayConfig
+from pagekv.client.launcher.stack import EXECUTOR_COMMAND, MANAGER_COMMAND, Stack, StackConfig
 
 
 def is_alive(pid: int) -> bool:
@@ -396,3 +398,17 @@ def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypat
     assert str(caught.value).startswith("the gateway refuses its command line: ")
     assert str(caught.value).endswith(" error: unrecognized arguments: --nonsense")
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("command", [EXECUTOR_COMMAND, MANAGER_COMMAND, COMMAND, replay.COMMAND])
+def test_modules_of_the_working_directory_are_not_imported(command: tuple[str, ...], tmp_path: Path) -> None:
+    """As a torch.py of somebody who calls torch, or a types.py that another user has left in /tmp."""
+    for name in ("argparse", "random", "runpy", "smg", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    done = subprocess.run([*command, "--help"], env=environment(), cwd=tmp_path, capture_output=True, check=False)
+    assert b"the wrong module" not in done.stderr
+
+
+def test_interpreters_of_torchrun_have_their_path_from_its_environment(journal: Path) -> None:
+    stack = Stack(replace(config(journal), ranks=2, executor_command=EXECUTOR_COMMAND))
+    assert [*stack._executor_command()][-3:] == ["--nproc-per-node=2", "-m", "pagekv.executor"]

@@ -14,7 +14,8 @@ from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
 from pagekv.client.launcher.stop_signals import end_signals
 
-COMMAND = (sys.executable, "-m", "pagekv.kvmanager.replay")
+# -P: not with modules from the working directory.
+COMMAND = (sys.executable, "-P", "-m", "pagekv.kvmanager.replay")
 # Modules that the replay imports beyond those of the light client.
 NEEDED = ("numpy", "msgpack")
 
