@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from pagekv.common.tls_flags import TlsConfig
 from pagekv.common.watched_files import WatchedFiles
@@ -155,7 +155,7 @@ class Tls:
             if material.client_ca:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(cadata=material.client_ca.decode())
-        except (ssl.SSLError, UnicodeDecodeError) as error:
+        except ssl.SSLError as error:
             raise TlsError(
                 f"--tls-cert {self._config.tls_cert}: OpenSSL cannot use the files of TLS: {error}"
             ) from error
@@ -227,10 +227,12 @@ def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
 
 
 def _authorities(flag: str, path: str) -> bytes:
-    data = _read(flag, path)
-    for certificate in _certificates(flag, path, data):
+    found = _certificates(flag, path, _read(flag, path))
+    for certificate in found:
         _check_time(flag, path, certificate)
-    return data
+    # Without the text between certificates: Python's ssl module takes ASCII alone, and OpenSSL overlooks a certificate
+    # behind a byte order mark.
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in found)
 
 
 def _check_time(flag: str, path: str, certificate: x509.Certificate) -> None:

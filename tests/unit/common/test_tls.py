@@ -354,6 +354,23 @@ def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
     assert refusal(config_of(pair)) == f"--tls-key {pair.key}: must have no passphrase"
 
 
+@pytest.mark.parametrize("text", ["# Główny urząd\n", "\ufeff", "\ufeff# Staat der Nederlanden\r\n"])
+@in_event_loop
+async def test_text_between_the_certificates_of_authorities_is_left_out(text: str, authority: Authority) -> None:
+    """Bundles name their authorities in comments, and some editors begin a file with a byte order mark."""
+    authority.ca.write_bytes(text.encode() + authority.ca.read_bytes() + text.encode())
+    tls = Tls(config_of(authority.pair("server"), authority.ca), ("executor-ca", str(authority.ca)))
+    server = await serve(tls)
+    try:
+        assert tls.http_context().verify_mode is ssl.CERT_REQUIRED
+        own = tls.channel_credentials()
+        assert own is not None
+        # With its own authorities as those of the peer, and with the certificate that it serves with.
+        assert await ask(server.port, own) == "OK"
+    finally:
+        await server.stop(0)
+
+
 def test_without_an_authority_of_the_peer_a_connection_is_not_encrypted(authority: Authority) -> None:
     tls = Tls(config_of(authority.pair("server")))
     assert tls.channel_credentials() is None
