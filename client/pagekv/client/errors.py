@@ -16,6 +16,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from pagekv.client.proxy import proxy_variable
 from pagekv.common.errors import (
     AlreadyExists,
     ComputationFailed,
@@ -194,6 +195,12 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
                 for words, meaning in _HANDSHAKES:
                     if words in message:
                         return Unreachable(f"cannot reach PageKV at {target}: {meaning}")
+                # Of both names gRPC then looks up the proxy's alone.
+                if variable := proxy_variable(target):
+                    return Unreachable(
+                        f"cannot reach PageKV at {target} through the proxy that the variable {variable} names: is it "
+                        "running, and does the proxy reach it? To connect without the proxy, name its host in no_proxy"
+                    )
                 if any(words in message for words in _NO_SUCH_NAME):
                     return Unreachable(
                         f"cannot reach PageKV at {target}: no address is known for this name; check its spelling and "
