@@ -27,7 +27,10 @@ def expected_words(error: Exception) -> str:
     if isinstance(error, ImportError):
         if missing := missing_modules("executor"):
             return str(missing_words("executor", missing))
-        return f"a package is missing; pip install 'pagekv[executor]': {error}"
+        if isinstance(error, ModuleNotFoundError):
+            return f"a package is missing; pip install 'pagekv[executor]': {error}"
+        # Such as a shared library that the address space has no room for, or that the loader does not find.
+        return f"an installed package cannot be imported: {error}"
     # Some errors of Python and NumPy have no message.
     return (str(error) or type(error).__name__) if isinstance(error, (OSError, ValueError, MemoryError)) else ""
 
