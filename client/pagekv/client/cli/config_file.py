@@ -25,7 +25,9 @@ def config_path(env: Mapping[str, str]) -> Path:
 
 
 def read_config(path: Path) -> dict[str, str]:
-    """The values of the file by key; empty if there is no file. Raises UsageError, which shows no value."""
+    """The values of the file by key; empty if there is no file, or if a folder on its path is closed to this user.
+    Raises UsageError, which shows no value.
+    """
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -33,6 +35,9 @@ def read_config(path: Path) -> dict[str, str]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
+        # In a folder closed to this user, such as the home that `sudo -u` leaves in HOME, the file is somebody else's.
+        if isinstance(error, PermissionError) and not os.path.exists(path):
+            return {}
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 text") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,18 @@ def test_what_cannot_be_read(path: Path) -> None:
         read_config(path)
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         read_config(path.parent)
+
+
+def test_a_folder_of_somebody_else_is_no_mistake(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user whom `sudo -u` left HOME=/root. Tests may run as root, to whom no folder is closed."""
+
+    def refuse(self: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert read_config(path) == {}
+    monkeypatch.undo()
+    write(path, "")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UsageError, match="cannot be read: Permission denied"):
+        read_config(path)
