@@ -38,8 +38,9 @@ class HeldPorts:
             probe.close()
             if error.errno not in _PORT_ERRORS:
                 raise StackError(f"--host {host}: this machine cannot listen there ({error.strerror})") from error
+            why = "is PageKV running already?" if error.errno == errno.EADDRINUSE else "it is for privileged users."
             raise StackError(
-                f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
+                f"port {port} of {host} cannot be used ({error.strerror}): {why} "
                 f"Choose another with {flag}, or {flag} 0 for a free one"
             ) from error
         found: int = probe.getsockname()[1]

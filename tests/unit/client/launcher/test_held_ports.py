@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 
 import pytest
@@ -64,3 +66,15 @@ def test_endpoints_of_tcp_are_held_and_others_are_not() -> None:
     with pytest.raises(StackError, match="two processes cannot use the same port"):
         ports.target("127.0.0.1", port, "--port")
     ports.close()
+
+
+def test_a_privileged_port_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, to whom no port is refused."""
+
+    def refuse(probe: socket.socket, address: tuple[str, int]) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    words = "^port 80 of 127.0.0.1 cannot be used .Permission denied.: it is for privileged users. Choose another"
+    with pytest.raises(StackError, match=words):
+        HeldPorts().target("127.0.0.1", 80, "--port")
