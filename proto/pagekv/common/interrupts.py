@@ -1,4 +1,4 @@
-"""Ctrl-C while a command still imports its modules."""
+"""Ctrl-C while a command still imports its modules, and once it has done its work."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def quiet_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def quiet_interrupts_to_the_end() -> None:
+    """From now on SIGINT ends the process at once, without a traceback: for a command whose work is done, while Python
+    and gRPC clean up. Does nothing where another handler is set, or SIGINT is ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

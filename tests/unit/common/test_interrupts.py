@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.clients.stack import environment
 
-from pagekv.common.interrupts import quiet_interrupts
+from pagekv.common.interrupts import quiet_interrupts, quiet_interrupts_to_the_end
 
 # Stands for a module that the command imports: says so, and waits.
 WAITS = "import signal\nprint('importing', flush=True)\nsignal.pause()\n"
@@ -55,6 +55,46 @@ def test_afterwards_interrupts_do_what_they_did_and_what_is_ignored_is_ignored_t
     try:
         with quiet_interrupts():
             assert signal.getsignal(signal.SIGINT) is meanwhile
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Stands for what Python and gRPC do at exit, which takes a moment.
+CLEANS_UP = """
+import atexit, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def clean_up():
+    print("cleaning up", flush=True)
+    time.sleep(60)
+atexit.register(clean_up)
+sys.argv = ["pagekv", "--version"]
+from pagekv.client.cli.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_command_that_has_done_its_work_ends_quietly() -> None:
+    """As with an impatient second Ctrl-C of `pagekv up`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CLEANS_UP],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)][1] == "cleaning up\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda signum, frame: None])
+def test_other_handlers_stay_to_the_end(handler: Any) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        quiet_interrupts_to_the_end()
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
