@@ -67,13 +67,14 @@ class Child:
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
-        for written in self.popen.stdout:
-            line = _COLOURS.sub("", written.rstrip("\n"))
-            self.lines.append(line)
-            if self._on_log is not None:
-                # Lines that cannot be shown (a full disk, a pipe without a reader) are still read.
-                with suppress(OSError):
-                    self._on_log(self.name, line)
+        with self.popen.stdout as log:
+            for written in log:
+                line = _COLOURS.sub("", written.rstrip("\n"))
+                self.lines.append(line)
+                if self._on_log is not None:
+                    # Lines that cannot be shown (a full disk, a pipe without a reader) are still read.
+                    with suppress(OSError):
+                        self._on_log(self.name, line)
 
     @property
     def listening(self) -> dict[str, Any]:

@@ -69,3 +69,13 @@ def test_a_log_that_cannot_be_shown_is_read_all_the_same(tmp_path: Path) -> None
     child.wait_until(time.monotonic() + 120)
     assert child.popen.returncode == 0
     assert child.lines[-1] == "line 19999"
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    """`python -X dev` prints a warning for each file that is."""
+    child = Child("executor", [sys.executable, "-c", "print(1)"], lambda: False, tmp_path / "port", None)
+    child.wait_until(time.monotonic() + 120)
+    assert child.popen.stdin is not None
+    assert child.popen.stdout is not None
+    assert child.popen.stdin.closed
+    assert child.popen.stdout.closed
