@@ -1,8 +1,9 @@
 """Stands in for a server process in tests of `pagekv up`: serves health, and writes when it stops.
 
 Usage: fake_process.py MODE JOURNAL --listen HOST:PORT [anything]. Modes: serve, die (after a line), deaf (ignores
-SIGTERM), dielater (dies once the journal says so), refuse (says in the port file why it cannot start), slow (says in
-the port file what it does until the journal says "go on"). The port file says as a manager's what the flags ask for.
+SIGTERM), late (stops a second after SIGTERM), dielater (dies once the journal says so), refuse (says in the port file
+why it cannot start), slow (says in the port file what it does until the journal says "go on"). The port file says as a
+manager's what the flags ask for.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def main() -> int:
         if mode == "dielater" and "now die" in journal.read_text():
             return 3
     server.stop(0)
-    time.sleep(0.05)
+    time.sleep(1 if mode == "late" else 0.05)
     with journal.open("a") as file:
         file.write(f"{name} stopped\n")
     return 0

@@ -1,5 +1,5 @@
 """The flags of child processes that `pagekv up` itself must read: ports that only one of several processes can have,
-and the vocabulary of an oracle. No other flag is read here.
+the vocabulary of an oracle, and the time to end. No other flag is read here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 EVENTS_FLAG, REPLAY_FLAG = "kv-events-endpoint", "kv-events-replay-endpoint"
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 _LAST_PORT = 65535
+# Defaults of --grace-s, by process.
+_GRACE_S = {"manager": 30.0, "executor": 10.0}
 # Values of --tokenizer that mean the model's own tokenizer, and those that name none.
 _MODELS_OWN = (None, "", "auto")
 _NO_NAMES = (*_MODELS_OWN, "none")
@@ -31,6 +33,16 @@ def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | 
         elif word.startswith(f"{flag}="):
             value = word.removeprefix(f"{flag}=")
     return value
+
+
+def grace_s(role: str, args: Sequence[str], env: Mapping[str, str]) -> float:
+    """Seconds that a manager or an executor (`role`), started with `args` in `env`, may take to finish what it does.
+    The default for a value that is no number, which the process refuses.
+    """
+    try:
+        return max(0.0, float(flag_value("grace-s", args, env) or ""))
+    except ValueError:
+        return _GRACE_S[role]
 
 
 def event_endpoints(args: Sequence[str], env: Mapping[str, str], pairs: int) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ The extra `gateway` installs it. Only its command line is used; the HTTP API is 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -39,11 +40,14 @@ class GatewayConfig:
     command: Sequence[str] = COMMAND
 
 
-def gateway_args(config: GatewayConfig, target: str, metrics_target: str, managers: Sequence[str]) -> list[str]:
-    """The arguments to serve at `target`, with metrics at `metrics_target`, in front of `managers` (each host:port).
+def gateway_args(
+    config: GatewayConfig, target: str, metrics_target: str, managers: Sequence[str], grace_s: float
+) -> list[str]:
+    """The arguments to serve at `target`, with metrics at `metrics_target`, in front of `managers` (each host:port),
+    which give running requests `grace_s` seconds at a stop, as the gateway then does.
 
-    The gateway's defaults suit a fleet: three minutes for running requests at a stop, a minute between health checks
-    and before a manager is tried again. On one machine with Ctrl-C these are too slow.
+    The gateway's defaults suit a fleet: three minutes for running requests, a minute between health checks and before a
+    manager is tried again. On one machine with Ctrl-C these are too slow.
     """
     (host, _, port), (metrics_host, _, metrics_port) = target.rpartition(":"), metrics_target.rpartition(":")
     return [
@@ -52,7 +56,7 @@ def gateway_args(config: GatewayConfig, target: str, metrics_target: str, manage
         f"--prometheus-host={metrics_host}",
         f"--prometheus-port={metrics_port}",
         f"--policy={config.policy}",
-        "--shutdown-grace-period-secs=30",
+        f"--shutdown-grace-period-secs={math.ceil(grace_s)}",
         "--health-check-interval-secs=5",
         "--cb-timeout-duration-secs=5",
         *config.args,

@@ -18,7 +18,7 @@ import grpc
 
 from pagekv.client.launcher.certificates import PROBE, StackCertificates, server_name
 from pagekv.client.launcher.child import Child
-from pagekv.client.launcher.child_flags import event_endpoints, flag_value
+from pagekv.client.launcher.child_flags import event_endpoints, flag_value, grace_s
 from pagekv.client.launcher.errors import StackError
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, serves
 from pagekv.client.launcher.held_ports import HeldPorts
@@ -61,8 +61,8 @@ class StackConfig:
     executor_args: Sequence[str] = ()
     # None: nothing is encrypted.
     certificates: StackCertificates | None = None
-    # Seconds a process gets to stop by itself; --grace-s of the process should be less.
-    stop_timeout_s: float = 45.0
+    # Seconds that a process gets to stop by itself beyond its --grace-s.
+    stop_timeout_s: float = 15.0
     manager_command: Sequence[str] = MANAGER_COMMAND
     executor_command: Sequence[str] = EXECUTOR_COMMAND
     # Called with (process name, line) from another thread; None keeps lines only for reports.
@@ -174,7 +174,8 @@ class Stack:
         managers = self.listening("gateway") or self.targets
         if not has_tokenizer(managers[0]):
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
-        args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, managers)
+        grace = self._grace_s("manager")
+        args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, managers, grace)
         ready = partial(serves, self.gateway_target, len(self.targets))
         no_file = Path(self._directory.name, "gateway")
         self.children.append(Child("gateway", [*config.command, *args], ready, no_file, self.config.on_log))
@@ -245,9 +246,15 @@ class Stack:
             for child in self._of(*roles):
                 child.popen.terminate()
             for role in roles:
-                deadline = time.monotonic() + (_GATEWAY_LAST_S if role == "gateway" else self.config.stop_timeout_s)
+                left = _GATEWAY_LAST_S if role == "gateway" else self._grace_s(role) + self.config.stop_timeout_s
+                deadline = time.monotonic() + left
                 for child in self._of(role):
                     child.wait_until(deadline)
+
+    def _grace_s(self, role: str) -> float:
+        """Seconds that the managers or the executors may take to finish what they do."""
+        args = self.config.manager_args if role == "manager" else self.config.executor_args
+        return grace_s(role, args, os.environ)
 
     def _of(self, *roles: str) -> list[Child]:
         return [child for child in self.children if child.name.split()[0] in roles]

@@ -1,4 +1,4 @@
-"""The flags of children that `up` reads: addresses of KV events, and the vocabulary of an oracle."""
+"""The flags of children that `up` reads: addresses of KV events, the vocabulary of an oracle, and the time to end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pagekv.client.launcher.child_flags import (
     EVENTS_FLAG,
     REPLAY_FLAG,
     event_endpoints,
+    grace_s,
     vocabulary_args,
 )
-from pagekv.kvmanager.config import parse_config
+from pagekv.executor.config import ExecutorConfig
+from pagekv.kvmanager.config import ManagerConfig, parse_config
 
 
 def endpoints_of(*args: str, pairs: int = 3, env: dict[str, str] | None = None) -> list[tuple[str, str]]:
@@ -72,3 +74,13 @@ def test_an_oracle_without_a_model_has_the_vocabulary_of_the_tokenizer(tmp_path:
     assert told(f"--tokenizer={tmp_path / 'nothing'}") == []
     assert told(f"--tokenizer={'x' * 300}") == told("--tokenizer=~no-user/x") == []
     assert told("--tokenizer=none") == told() == []
+
+
+def test_the_grace_of_a_process_is_found_in_flags_and_variables() -> None:
+    assert grace_s("manager", [], {}) == ManagerConfig().grace_s
+    assert grace_s("executor", [], {}) == ExecutorConfig().grace_s
+    env = {"PAGEKV_GRACE_S": "70"}
+    assert grace_s("manager", [], env) == grace_s("executor", [], env) == 70
+    assert grace_s("manager", ["--grace-s=120"], env) == 120
+    # The process refuses it.
+    assert grace_s("manager", ["--grace-s", "long"], env) == 30

@@ -20,7 +20,7 @@ from pagekv.client.launcher.gateway import GatewayConfig, gateway_args, has_toke
 
 def test_flags_of_the_user_come_after_those_for_one_machine() -> None:
     config = GatewayConfig(policy="random", args=["--health-check-interval-secs=60"])
-    args = gateway_args(config, "127.0.0.1:1", "127.0.0.1:2", ["127.0.0.1:3", "127.0.0.1:4"])
+    args = gateway_args(config, "127.0.0.1:1", "127.0.0.1:2", ["127.0.0.1:3", "127.0.0.1:4"], 70.5)
     assert args[:5] == [
         "--host=127.0.0.1",
         "--port=1",
@@ -28,6 +28,8 @@ def test_flags_of_the_user_come_after_those_for_one_machine() -> None:
         "--prometheus-port=2",
         "--policy=random",
     ]
+    # Streams get as long as the managers give them.
+    assert "--shutdown-grace-period-secs=71" in args
     assert args.index("--health-check-interval-secs=5") < args.index("--health-check-interval-secs=60")
     assert args[-3:] == ["--worker-urls", "grpc://127.0.0.1:3", "grpc://127.0.0.1:4"]
 

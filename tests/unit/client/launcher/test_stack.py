@@ -158,13 +158,23 @@ def test_a_killed_process_is_reported_by_signal(journal: Path) -> None:
 
 
 def test_a_deaf_process_is_killed_in_the_end(journal: Path) -> None:
-    with Stack(config(journal, manager="deaf", stop_timeout_s=0.3)) as stack:
+    at_once = ["--grace-s=0"]
+    with Stack(
+        config(journal, manager="deaf", stop_timeout_s=0.3, manager_args=at_once, executor_args=at_once)
+    ) as stack:
         stack.start()
         stack.wait_ready(120)
     executor, manager = (child.popen.returncode for child in stack.children)
     assert manager == -signal.SIGKILL
     # In time or not, which is a matter of the machine.
     assert executor in (0, -signal.SIGKILL)
+
+
+def test_a_process_gets_the_grace_of_its_flags(journal: Path) -> None:
+    with Stack(config(journal, manager="late", stop_timeout_s=0, manager_args=["--grace-s", "100"])) as stack:
+        stack.start()
+        stack.wait_ready(120)
+    assert stack.children[1].popen.returncode == 0
 
 
 def test_a_start_that_takes_too_long(journal: Path) -> None:
