@@ -8,11 +8,16 @@ memory for each weight, on large pages from 4 MiB on.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import numpy as np
 import torch
 
 PIECE_BYTES = 64 * 2**20
 _ALIGNMENT = 64
+# Of x86-64, and of arm64 with pages of 4 KiB.
+_LARGE_PAGE = 2 * 2**20
 
 
 class WeightMemory:
@@ -28,15 +33,19 @@ class WeightMemory:
         """`[count]` uninitialised numbers, aligned to 64 bytes. Raises MemoryError."""
         size = count * dtype.itemsize
         if 4 * size > PIECE_BYTES:
-            return _aligned(size).view(dtype)
+            return _on_large_pages(size).view(dtype)
         if size > len(self._left):
-            self._left = _aligned(PIECE_BYTES)
+            self._left = _on_large_pages(PIECE_BYTES)
         found, self._left = self._left[:size], self._left[-(-size // _ALIGNMENT) * _ALIGNMENT :]
         return found.view(dtype)
 
 
-def _aligned(size: int) -> torch.Tensor:
-    """Bytes `[size]`."""
-    bytes_ = np.empty(size + _ALIGNMENT, np.uint8)
-    begin = -bytes_.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(bytes_[begin : begin + size])
+def _on_large_pages(size: int) -> torch.Tensor:
+    """Bytes `[size]` that begin at a large page and have no pages yet."""
+    bytes_ = np.empty(size + _LARGE_PAGE, np.uint8)
+    begin = -bytes_.ctypes.data % _LARGE_PAGE
+    found = bytes_[begin : begin + size]
+    # The C library hands out memory that was freed while the model was loaded: it has small pages, and would keep them.
+    address, whole = ctypes.c_void_p(found.ctypes.data), ctypes.c_size_t(size - size % _LARGE_PAGE)
+    ctypes.CDLL(None).madvise(address, whole, mmap.MADV_DONTNEED)
+    return torch.from_numpy(found)

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import gc
+import platform
+import subprocess
+import sys
 import weakref
 
+import pytest
 import torch
+from support.clients.stack import environment
 
 from pagekv.executor.cpu.native.weight_memory import PIECE_BYTES, WeightMemory
+
+# Frees 256 MiB of ones as the executor does while it loads a model, and prints what a weight behind them finds.
+REUSED = """
+from pagekv.common.freed_memory import keep_freed_memory, share_heaps
+share_heaps(1)
+keep_freed_memory(2**30)
+import torch
+from pagekv.executor.cpu.native.weight_memory import PIECE_BYTES, WeightMemory
+loaded = torch.ones(4 * PIECE_BYTES, dtype=torch.uint8)
+begin = loaded.data_ptr()
+del loaded
+found = [WeightMemory().take(count, torch.uint8) for count in (64, PIECE_BYTES)]
+assert all(begin <= each.data_ptr() < begin + 4 * PIECE_BYTES for each in found), "the memory is not reused"
+print([bool(each.any()) for each in found], [each.data_ptr() % 2**21 for each in found])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give freed memory back")
+def test_memory_that_was_freed_before_comes_without_its_small_pages() -> None:
+    """Only pages that are not there yet can be large ones. Fresh pages are zeros."""
+    command = [sys.executable, "-c", REUSED]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.strip() == "[False, False] [0, 0]", done.stderr
 
 
 def test_weights_are_aligned_and_lie_apart() -> None:
