@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients.held_port import held_port
 from support.clients.scripted_server import LOST, Fails, ScriptedServer
+from support.clients.stack import environment
+from support.clients.stand_ins import FAKE
 
 from pagekv.client import ConnectionLost, PageKVClient, calls, channel
 from pagekv.client.channel import channel_options
@@ -79,6 +87,30 @@ def test_an_attempt_that_nobody_answers_has_an_end() -> None:
                 list(stub.Generate(inference_service_pb2.GenerateRequest(), timeout=120))
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         print(f"given up after {time.monotonic() - begin:.2f} s")
+
+
+@pytest.mark.long
+def test_a_stream_of_a_process_that_hangs_has_an_end(tmp_path: Path) -> None:
+    """Its kernel confirms what is sent, as a proxy does for a host that is gone. gRPC itself would wait a minute."""
+    with held_port() as port:
+        target = f"127.0.0.1:{port}"
+        command = [sys.executable, str(FAKE), "serve", str(tmp_path / "journal"), "--listen", target]
+        command += ["--port-file", str(tmp_path / "port")]
+        with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as process:
+            # Pings sooner than for users; a gRPC server takes more of them for an attack.
+            options = {**dict(channel_options(target)), "grpc.keepalive_time_ms": 5_000}
+            with grpc.insecure_channel(target, options=[*options.items()]) as raw:
+                watch = health_pb2_grpc.HealthStub(raw).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                next(watch)
+                process.send_signal(signal.SIGSTOP)
+                begin = time.monotonic()
+                try:
+                    with pytest.raises(grpc.RpcError) as failed:
+                        list(watch)
+                finally:
+                    process.kill()
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert time.monotonic() - begin < 5 + 10 + 20
 
 
 # Calls that the library does not make: none so far.
