@@ -199,7 +199,7 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
                 if variable := proxy_variable(target):
                     return Unreachable(
                         f"cannot reach PageKV at {target} through the proxy that the variable {variable} names: is it "
-                        "running, and does the proxy reach it? To connect without the proxy, name its host in no_proxy"
+                        "running, and does it reach PageKV? To connect without it, name PageKV's host in no_proxy"
                     )
                 if any(words in message for words in _NO_SUCH_NAME):
                     return Unreachable(

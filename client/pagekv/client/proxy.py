@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from pagekv.common.loopback import ip_address, is_local
 
-# gRPC's variables for a proxy, and for the hosts that are called without it; of each the first that is set counts.
+# gRPC's variables for a proxy, and for the hosts that are called without it. Of each the first that is set counts, also
+# if it is empty. A proxy has to begin with http://.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _DIRECT = ("no_grpc_proxy", "no_proxy")
 
@@ -18,10 +19,11 @@ def proxy_variable(target: str) -> str:
     if is_local(target):
         return ""
     host = target.rpartition(":")[0].strip("[]")
-    direct = next((value for name in _DIRECT if (value := os.environ.get(name))), "")
+    direct = next((os.environ[name] for name in _DIRECT if name in os.environ), "")
     if any(_is_of(host, entry.strip()) for entry in direct.split(",")):
         return ""
-    return next((name for name in _PROXIES if os.environ.get(name)), "")
+    variable = next((name for name in _PROXIES if name in os.environ), "")
+    return variable if os.environ.get(variable, "").startswith("http://") else ""
 
 
 def _is_of(host: str, entry: str) -> bool:

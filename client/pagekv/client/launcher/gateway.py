@@ -78,7 +78,8 @@ def has_tokenizer(manager: str) -> bool:
     """Whether the manager at host:port has a tokenizer, which the gateway needs. The question uses the gateway's
     protocol, because the address may serve no other. Raises PageKVError if the manager refuses it.
     """
-    with grpc.insecure_channel(manager, options=channel_options(manager)) as channel:
+    options = [*channel_options(manager), ("grpc.enable_http_proxy", 0)]
+    with grpc.insecure_channel(manager, options=options) as channel:
         # Any: without a serializer the type stubs know no request type. The request is empty bytes, a message without
         # fields.
         begin: Any = channel.unary_stream(_GET_TOKENIZER)

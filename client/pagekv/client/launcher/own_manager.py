@@ -15,7 +15,8 @@ from pagekv.client.launcher.certificates import CLIENT, MANAGER, PROBE, StackCer
 @contextmanager
 def client_of(target: str, certificates: StackCertificates | None = None) -> Iterator[PageKVClient]:
     """A client with the stack's own certificate, or without TLS; files that the environment names are ignored."""
-    options = channel_options(target)
+    # A proxy that the environment names cannot reach every address of this machine.
+    options = [*channel_options(target), ("grpc.enable_http_proxy", 0)]
     if certificates is None:
         channel = grpc.insecure_channel(target, options=options)
     else:

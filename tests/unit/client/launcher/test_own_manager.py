@@ -16,6 +16,16 @@ def test_files_for_other_managers_are_no_matter(server: ScriptedServer, monkeypa
         client.stats()
 
 
+def test_a_proxy_is_no_matter(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an address of every interface gRPC does not know that it is this machine."""
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server.expect("GetStats", operator_pb.GetStatsResponse())
+    with client_of(server.target.replace("127.0.0.1", "0.0.0.0")) as client:
+        client.stats()
+
+
 def test_an_address_of_every_interface_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEKV_API_KEY", "a-key")
     with client_of("0.0.0.0:1") as client:
