@@ -182,6 +182,7 @@ class ResumableGeneration:
         bounds.
         """
         check_whole("n", n, 1, MOST_SEQUENCES)
+        n = int(n)  # NumPy's is one, too
         self._clock = clock
         resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
         resume_timeout = settings.resume_timeout if resume_timeout is None else resume_timeout

@@ -7,6 +7,7 @@ import socket
 import sys
 from typing import Any
 
+import numpy
 import pytest
 from support.clients.scripted_server import Hangs, ScriptedServer, answer, chunk, complete
 
@@ -128,13 +129,14 @@ def test_generate_is_for_one_sequence(server: ScriptedServer, client: PageKVClie
     assert caught.value.field == "n"
 
 
-def test_several_sequences_come_back_by_index(server: ScriptedServer, client: PageKVClient) -> None:
+@pytest.mark.parametrize("n", [3, numpy.int64(3)])
+def test_several_sequences_come_back_by_index(server: ScriptedServer, client: PageKVClient, n: Any) -> None:
     def check(request: pb.GenerateRequest) -> None:
         assert request.sampling_params.n == 3
         assert request.only_complete
 
     server.expect("Generate", complete(9, index=2), complete(7, index=0), complete(8, index=1), check=check)
-    assert [c.token_ids for c in client.generate_n("x", n=3)] == [(7,), (8,), (9,)]
+    assert [c.token_ids for c in client.generate_n("x", n=n)] == [(7,), (8,), (9,)]
 
 
 def test_beam_search_comes_back_best_first(server: ScriptedServer, client: PageKVClient) -> None:
