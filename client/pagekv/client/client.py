@@ -45,6 +45,10 @@ async def _next_of(items: AsyncGenerator[T]) -> T:
     return await anext(items)
 
 
+async def _close(items: AsyncGenerator[Any]) -> None:
+    await items.aclose()
+
+
 def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
     """The items of an asynchronous generator that never waits for an event loop. Closing this generator closes that
     one.
@@ -55,7 +59,7 @@ def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
     except StopAsyncIteration:
         return
     finally:
-        _carry_out(items.aclose())
+        _carry_out(_close(items))
 
 
 class PageKVClient(ClientCalls):

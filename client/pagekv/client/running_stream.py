@@ -59,21 +59,17 @@ class RunningStream(Generic[Item, State]):
     def __init__(self, client: Connection, resumable: State, begin: Callable[[Any, float | None], Any]) -> None:
         self._client, self.resumable, self._begin = client, resumable, begin
         self._call: Any = None
-        self._was_ended = False
+        self.was_ended = False
         # Set to end a pause between two calls.
         self._awake = client._new_event()
 
     def end(self) -> None:
         """Cancels the call: a wait for the next item ends as if the stream had ended. Idempotent."""
         # First: a call that begins meanwhile either sees it or is already in `_call`.
-        self._was_ended = True
+        self.was_ended = True
         self._awake.set()
         if self._call is not None:
             self._call.cancel()
-
-    @property
-    def was_ended(self) -> bool:
-        return self._was_ended
 
     async def items(self) -> AsyncGenerator[Item]:
         """The items, over as many calls as needed. Raises PageKVError."""

@@ -13,4 +13,5 @@ A reader may take the modules in this order:
 
 from pagekv.executor.machine import shorten_spinning
 
+# For other importers. An executor has torch by now, and `import_torch` has called this before.
 shorten_spinning()

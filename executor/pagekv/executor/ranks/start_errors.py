@@ -29,8 +29,8 @@ def expected_words(error: Exception) -> str:
             return str(missing_words("executor", missing))
         if isinstance(error, ModuleNotFoundError):
             return f"a package is missing; pip install 'pagekv[executor]': {error}"
-        # Such as a shared library that the address space has no room for, or that the loader does not find.
-        return f"an installed package cannot be imported: {error}"
+        # Such as a shared library that the address space has no room for, or a package that is too old.
+        return f"an installed package cannot be imported; pip install -U 'pagekv[executor]' may help: {error}"
     # Some errors of Python and NumPy have no message.
     return (str(error) or type(error).__name__) if isinstance(error, (OSError, ValueError, MemoryError)) else ""
 

@@ -417,6 +417,8 @@ def test_modules_of_the_working_directory_are_not_imported(command: tuple[str, .
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     done = subprocess.run([*command, "--help"], env=environment(), cwd=tmp_path, capture_output=True, check=False)
     assert b"the wrong module" not in done.stderr
+    # The gateway is not installed everywhere.
+    assert done.returncode == 0 or command == COMMAND
 
 
 def test_interpreters_of_torchrun_have_their_path_from_its_environment(journal: Path) -> None:

@@ -114,13 +114,14 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return modules
 
 
-def test_a_release_that_was_not_tried_is_imported_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]
+@pytest.mark.parametrize(("release", "meta_kernels"), [("2.100.0a0+git1", False), ("2.13.0+cpu", True)])
+def test_it_is_imported_whole_if_it_was_not_tried_or_if_asked_for(
+    release: str, meta_kernels: bool, monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]
 ) -> None:
     before, finders, asked = list(modules), list(sys.meta_path), list[tuple[str, bool]]()
     monkeypatch.setattr(importlib, "import_module", lambda name: asked.append((name, list(modules) == before)))
-    monkeypatch.setattr(torch_import, "version", lambda name: {"torch": "2.100.0a0+git1"}[name])
-    import_torch()
+    monkeypatch.setattr(torch_import, "version", lambda name: {"torch": release}[name])
+    import_torch(meta_kernels=meta_kernels)
     assert asked == [("torch", True)]
     assert sys.meta_path == finders
 

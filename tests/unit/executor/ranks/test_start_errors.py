@@ -59,7 +59,8 @@ def test_what_a_rank_has_of_its_own_comes_again(error: Exception) -> None:
         (ModuleNotFoundError("no numba"), "a package is missing; pip install 'pagekv[executor]': no numba"),
         (
             ImportError("libc10.so: failed to map segment from shared object"),
-            "an installed package cannot be imported: libc10.so: failed to map segment from shared object",
+            "an installed package cannot be imported; pip install -U 'pagekv[executor]' may help: "
+            "libc10.so: failed to map segment from shared object",
         ),
         (MemoryError(), "MemoryError"),
         (ValueError("--dtype int4: no"), "--dtype int4: no"),

@@ -41,7 +41,7 @@ class WeightMemory:
 
 
 def _on_large_pages(size: int) -> torch.Tensor:
-    """Bytes `[size]` that begin at a large page and have no pages yet."""
+    """Bytes `[size]` that begin at a large page. Whole large pages of them have no memory yet."""
     bytes_ = np.empty(size + _LARGE_PAGE, np.uint8)
     begin = -bytes_.ctypes.data % _LARGE_PAGE
     found = bytes_[begin : begin + size]
