@@ -10,8 +10,8 @@ from pagekv.common.loopback import ip_address, is_local
 
 # gRPC's variables for a proxy, and for the hosts that are called without it. Of each the first that is set counts, also
 # if it is empty. A proxy has to begin with http://.
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-_DIRECT = ("no_grpc_proxy", "no_proxy")
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+DIRECT_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
 def proxy_variable(target: str) -> str:
@@ -19,10 +19,10 @@ def proxy_variable(target: str) -> str:
     if is_local(target):
         return ""
     host = target.rpartition(":")[0].strip("[]")
-    direct = next((os.environ[name] for name in _DIRECT if name in os.environ), "")
+    direct = next((os.environ[name] for name in DIRECT_VARIABLES if name in os.environ), "")
     if any(_is_of(host, entry.strip()) for entry in direct.split(",")):
         return ""
-    variable = next((name for name in _PROXIES if name in os.environ), "")
+    variable = next((name for name in PROXY_VARIABLES if name in os.environ), "")
     return variable if os.environ.get(variable, "").startswith("http://") else ""
 
 

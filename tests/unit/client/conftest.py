@@ -15,6 +15,7 @@ from support.clients.scripted_server import ScriptedServer
 from pagekv.client import AsyncPageKVClient, AsyncStream, AsyncWatch, PageKVClient
 from pagekv.client.cli.main import main
 from pagekv.client.identity import API_KEY_VARIABLE, FILE_VARIABLES
+from pagekv.client.proxy import DIRECT_VARIABLES, PROXY_VARIABLES
 
 
 class BlockingStream:
@@ -108,8 +109,8 @@ class BlockingAsyncClient:
 
 @pytest.fixture(autouse=True)
 def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nothing of the identity that the caller of the tests has; the folder of configurations."""
-    for name in (API_KEY_VARIABLE, *FILE_VARIABLES.values()):
+    """Nothing of the identity and the proxy that the caller of the tests has; the folder of configurations."""
+    for name in (API_KEY_VARIABLE, *FILE_VARIABLES.values(), *PROXY_VARIABLES, *DIRECT_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path_factory.mktemp("config")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))

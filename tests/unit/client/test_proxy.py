@@ -31,8 +31,6 @@ from pagekv.client.proxy import proxy_variable
 def test_the_variable_of_a_proxy(
     target: str, variables: dict[str, str], used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert proxy_variable(target) == used
@@ -40,8 +38,6 @@ def test_the_variable_of_a_proxy(
 
 @pytest.mark.parametrize("proxy", ["127.0.0.1:9", "proxy.invalid:3128"])
 def test_a_proxy_that_does_not_get_there_is_told(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", f"http://user:secret@{proxy}")
     with PageKVClient("gpu-7:50051") as client, pytest.raises(Unreachable) as caught:
         client.stats()

@@ -100,8 +100,6 @@ def engine(code: grpc.StatusCode) -> Iterator[str]:
 
 @pytest.mark.parametrize(("code", "has"), [("OK", True), ("FAILED_PRECONDITION", False)])
 def test_a_manager_is_asked_for_its_tokenizer(code: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
     # Of no use on this machine.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with engine(grpc.StatusCode[code]) as target:

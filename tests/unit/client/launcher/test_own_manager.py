@@ -18,8 +18,6 @@ def test_files_for_other_managers_are_no_matter(server: ScriptedServer, monkeypa
 
 def test_a_proxy_is_no_matter(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an address of every interface gRPC does not know that it is this machine."""
-    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     server.expect("GetStats", operator_pb.GetStatsResponse())
     with client_of(server.target.replace("127.0.0.1", "0.0.0.0")) as client:
