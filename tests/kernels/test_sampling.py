@@ -39,10 +39,10 @@ def random_logits(seed: int, vocab_size: int, dtype: str, spread: float = 3.0) -
     return (torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * spread).to(getattr(torch, dtype))
 
 
-def choice(kind: Sampling, number: float, row: int, adjusted: int = -1, penalty_row: int = -1) -> tuple[Any, ...]:
+def choice(kind: Sampling, key: int, row: int, adjusted: int = -1, penalty_row: int = -1) -> tuple[Any, ...]:
     scale = sampling.scales(kind.temperature) if kind.temperature else (0.0, 0.0)
-    filters = sampling.share(number), sampling.top_p_share(kind.top_p), sampling.min_weight(kind.min_p)
-    return *filters, kind.top_k, adjusted, row, penalty_row, *scale
+    filters = sampling.top_p_share(kind.top_p), sampling.min_weight(kind.min_p)
+    return key, *filters, kind.top_k, adjusted, row, penalty_row, *scale
 
 
 def run(
@@ -71,11 +71,11 @@ def run(
     return tokens.tolist(), last_tokens.tolist()
 
 
-def expected(logits: torch.Tensor, kind: Sampling, number: float) -> int:
+def expected(logits: torch.Tensor, kind: Sampling, key: int) -> int:
     row = logits.float().numpy()
     if not kind.temperature:
         return int(row.argmax())
-    return int(twin.draws(twin.kept_weights(row, kind), np.array([number]))[0])
+    return int(twin.draws(twin.kept_weights(row, kind), np.array([key], np.uint64))[0][0])
 
 
 def check_kinds(
@@ -83,15 +83,15 @@ def check_kinds(
     vocab_size: int = 2200,
     dtype: str = "bfloat16",
     spread: float = 3.0,
-    numbers: Sequence[float] = (0.37, math.nextafter(1, 0)),
+    keys: Sequence[int] = (5, 2**64 - 1),
     kinds: Sequence[Sampling] = KINDS,
 ) -> None:
-    """Each kind at each number, the rows apart."""
-    pairs = [(kind, number) for kind in kinds for number in numbers]
+    """Each kind with each key, the rows apart."""
+    pairs = [(kind, key) for kind in kinds for key in keys]
     rows = torch.stack([random_logits(n, vocab_size + 5, dtype, spread) for n in range(len(pairs))])[:, :vocab_size]
     limited = [
-        (Sampling(kind.temperature, kind.top_p, kind.top_k if kind.top_k < vocab_size else 0, kind.min_p), number)
-        for kind, number in pairs
+        (Sampling(kind.temperature, kind.top_p, kind.top_k if kind.top_k < vocab_size else 0, kind.min_p), key)
+        for kind, key in pairs
     ]
     tokens, last_tokens = run(launcher, rows, [choice(*pair, n) for n, pair in enumerate(limited)])
     assert tokens == [expected(row, *pair) for row, pair in zip(rows, limited, strict=True)]
@@ -120,12 +120,18 @@ def check_ties(launcher: HostLauncher) -> None:
     row = torch.full((600,), -40.0)
     # The first two are one thread's.
     row[[5, 517, 520]] = torch.tensor([-0.0, 0.0, 0.0])
-    kinds = [(Sampling(), 0.0), *((Sampling(temperature=1.0, top_k=2), number) for number in (0.0, 0.49, 0.5, 0.99))]
-    kinds += [(Sampling(temperature=1.0, top_k=3, top_p=top_p), 0.999) for top_p in (0.3, 0.6, 0.7)]
-    # A nucleus that makes up its share exactly.
-    kinds += [(Sampling(temperature=1.0, top_k=2, top_p=0.5), 0.999)]
-    tokens, _ = run(launcher, row.expand(len(kinds), -1).contiguous(), [choice(*kind, 0) for kind in kinds])
-    assert tokens == [5, 5, 5, 517, 517, 5, 517, 520, 5]
+    kinds = {
+        Sampling(): {5},
+        Sampling(temperature=1.0, top_k=2): {5, 517},
+        Sampling(temperature=1.0, top_k=3, top_p=0.3): {5},
+        Sampling(temperature=1.0, top_k=3, top_p=0.6): {5, 517},
+        Sampling(temperature=1.0, top_k=3, top_p=0.7): {5, 517, 520},
+        # A nucleus that makes up its share exactly.
+        Sampling(temperature=1.0, top_k=2, top_p=0.5): {5},
+    }
+    for kind, kept in kinds.items():
+        tokens, _ = run(launcher, row.expand(16, -1).contiguous(), [choice(kind, key, key) for key in range(16)])
+        assert {*tokens} == kept
 
 
 @pytest.mark.sanitize
@@ -140,9 +146,10 @@ def test_infinite_logits(launcher: HostLauncher) -> None:
     rows[1] = -math.inf
     rows[2, 7] = math.inf
     kind = Sampling(temperature=1.0, top_p=0.89, top_k=20)
-    tokens, _ = run(launcher, rows, [choice(kind, 0.999, n) for n in range(3)])
-    assert tokens == [0, 17, 7]
-    tokens, _ = run(launcher, rows, [choice(Sampling(), 0.0, n) for n in range(3)])
+    tokens, _ = run(launcher, rows, [choice(kind, n, n) for n in range(3)])
+    assert [tokens[0], tokens[2]] == [0, 7]
+    assert 0 <= tokens[1] <= 17
+    tokens, _ = run(launcher, rows, [choice(Sampling(), 0, n) for n in range(3)])
     assert tokens == [0, 0, 7]
 
 
@@ -151,7 +158,7 @@ def test_what_is_no_number_is_marked(launcher: HostLauncher, place: int) -> None
     rows = torch.stack([random_logits(1, 3000, "float32")] * 3)
     rows[1, place] = math.nan
     kinds = [Sampling(), Sampling(), Sampling(temperature=1.0)]
-    tokens, last_tokens = run(launcher, rows, [choice(kind, 0.5, 2 - n) for n, kind in enumerate(kinds)])
+    tokens, last_tokens = run(launcher, rows, [choice(kind, 9, 2 - n) for n, kind in enumerate(kinds)])
     assert tokens[1] == -1
     assert last_tokens == [tokens[2], 0, tokens[0]]
     assert min(tokens[0], tokens[2]) >= 0
@@ -186,7 +193,7 @@ def check_adjusted(launcher: HostLauncher) -> None:
     wanted[0] -= np.where(times > 0, 0.5 + 0.25 * times, 0)
     np.testing.assert_allclose(out.numpy(), wanted, rtol=3e-7, atol=1e-6)
     before = int(counts[2].sum())
-    lines = [choice(Sampling(), 0.0, 0), choice(Sampling(), 0.0, 1, adjusted=0, penalty_row=2)]
+    lines = [choice(Sampling(), 0, 0), choice(Sampling(), 0, 1, adjusted=0, penalty_row=2)]
     tokens, _ = run(launcher, logits[:2], lines, out, counts, seen)
     assert tokens == [int(logits[0].argmax()), int(out[0].argmax())]
     assert int(counts[2].sum()) == before + 1
@@ -205,7 +212,7 @@ def check_no_numbers(launcher: HostLauncher) -> None:
     rows_of, edits_of = (torch.from_numpy(array.view(np.int32).copy()) for array in (adjustments, edits))
     SamplingKernels(launcher, "float32", 300).adjust(logits, out, rows_of, edits_of, counts, seen)
     assert out.isnan().nonzero().tolist() == [[0, 7], [1, 9]]
-    tokens, _ = run(launcher, logits, [choice(Sampling(), 0.0, row, adjusted=row) for row in range(2)], out)
+    tokens, _ = run(launcher, logits, [choice(Sampling(), 0, row, adjusted=row) for row in range(2)], out)
     assert tokens == [-1, -1]
 
 
@@ -220,7 +227,7 @@ def test_bias_ban_and_penalties(launcher: HostLauncher) -> None:
 
 def test_a_row_does_not_depend_on_the_batch(launcher: HostLauncher) -> None:
     rows = torch.stack([random_logits(n, 700, "bfloat16") for n in range(4)])
-    lines = [choice(KINDS[9], 0.2 * n, n) for n in range(4)]
+    lines = [choice(KINDS[9], n, n) for n in range(4)]
     together, _ = run(launcher, rows, lines)
     assert together == [
         run(launcher, rows[n : n + 1].clone(), [(*lines[n][:5], 0, *lines[n][6:])])[0][0] for n in range(4)
@@ -249,7 +256,7 @@ def test_a_million_draws_are_the_reference_s() -> None:
                 top_k=int(rng.choice([0, 0, 20, 1000])),
                 min_p=float(rng.choice([0.0, 0.0, 0.05])),
             )
-            numbers = rng.random(5200)
+            keys = rng.integers(0, 2**64, 5200, np.uint64)
             exact, kept = twin.reference(logits, kind), twin.kept_weights(logits, kind)
             num_rows += 1
             if exact.tied:
@@ -257,11 +264,11 @@ def test_a_million_draws_are_the_reference_s() -> None:
             # Tokens that weigh less than 2^-44 count as nothing.
             assert (kept[exact.kept > 2.0**-43] > 0).all(), kind
             assert not kept[exact.kept == 0].any(), kind
-            wanted, tied = exact.draws(numbers)
-            differ = twin.draws(kept, numbers) != wanted
+            wanted, tied = twin.draws(exact.kept, keys)
+            differ = twin.draws(kept, keys)[0] != wanted
             assert not (differ & ~tied).any(), kind
             num_draws, num_ties, num_others = (
-                num_draws + len(numbers),
+                num_draws + len(keys),
                 num_ties + int(tied.sum()),
                 num_others + int(differ.sum()),
             )
@@ -285,21 +292,21 @@ def check_some(launcher: HostLauncher) -> None:
     kinds = [
         *(Sampling(temperature=2.0, top_p=top_p) for top_p in (0.3, 0.8, 0.97)),
         Sampling(temperature=3.0, top_k=1700, top_p=0.999),
+        Sampling(temperature=50.0, top_k=1700),
         Sampling(temperature=1.5, top_k=2),
         Sampling(temperature=1.5, top_k=50, top_p=0.6),
         Sampling(temperature=1.5, top_k=50, min_p=0.3),
         Sampling(temperature=1.5, min_p=0.3),
     ]
-    numbers = [*(number / 12 for number in range(12)), math.nextafter(1, 0)]
-    check_kinds(launcher, 1900, "float32", 2.0, numbers, kinds)
+    check_kinds(launcher, 1900, "float32", 2.0, range(13), kinds)
 
 
 def check_carries(launcher: HostLauncher) -> None:
     """Sums of many weights below 2^44 whose lower halves are large: what lower halves carry is a share of them."""
     row = torch.full((1900,), -3.1)
     row[3] = 0.0
-    kinds = [(Sampling(temperature=1.0, top_p=top_p), math.nextafter(1, 0)) for top_p in (0.5, 0.9)]
-    tokens, _ = run(launcher, row.expand(2, -1).contiguous(), [choice(*kind, 0) for kind in kinds])
+    kinds = [(Sampling(temperature=1.0, top_p=top_p), key) for top_p in (0.5, 0.9) for key in range(32)]
+    tokens, _ = run(launcher, row.expand(len(kinds), -1).contiguous(), [choice(*kind, 0) for kind in kinds])
     assert tokens == [expected(row, *kind) for kind in kinds]
 
 
@@ -320,9 +327,15 @@ FAULTS = [
     Fault("more than are listed", SAMPLE, "(counts && target <", "(counts && target + 2 * kListed >", check_some),
     Fault("listed in part", SAMPLE, "listed = shared.listed_below >= end;", "listed = true;", check_some),
     Fault("no room for rounding", SAMPLE, "max(row.key(bar), 1u) - 1u", "kLastKey", check_some),
-    Fault("drawn by rank", SAMPLE, "add(shared, token.id >> kLastBits, held)", "add(shared, i, held)", check_some),
-    Fault("another run of ids", SAMPLE, "else if (token.id >> kLastBits == first)", "else", check_some),
-    Fault("a draw of the rest", SAMPLE, "held < min_weight) continue", "held < 0 * min_weight) continue", check_some),
+    Fault("groups by rank", SAMPLE, "add(shared, id / kGroup, held)", "add(shared, id % kGroup, held)", check_some),
+    Fault("a token of any group", SAMPLE, "(id / kGroup == group)", "(id / kGroup >= group)", check_some),
+    Fault("a draw of the rest", SAMPLE, "held >= min_weight) visit", "held >= 0 * min_weight) visit", check_some),
+    Fault("numbers of tokens for groups", SAMPLE, "kFirstGroup + static", "0ull + static", check_some),
+    Fault("bits mixed once", SAMPLE, "bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9ull;", "", check_some),
+    Fault("the largest id of equals", SAMPLE, "| kLastPlace) -", "& ~kLastPlace) +", check_some),
+    Fault("every weight wins alike", SAMPLE, "static_cast<double>(held) /", "1.0 /", check_some),
+    Fault("the best thread of a warp", SAMPLE, "max(value, shared.of_warps[warp])", "value", check_some),
+    Fault("half a group", SAMPLE, "threadIdx.x < kGroup ?", "threadIdx.x < kGroup / 2 ?", check_some),
     Fault(
         "a digit as large as its sum",
         SAMPLE,
@@ -333,9 +346,6 @@ FAULTS = [
     Fault("a share of what is below", SAMPLE, "target = shared.rest", "target = target", check_some),
     Fault("no min-p", SAMPLE, "return held >= min_weight ?", "return held >= 0 * min_weight ?", check_some),
     Fault("no nucleus", SAMPLE, "choice.top_p != kNone", "false", check_some),
-    Fault(
-        "the next lane", SAMPLE, "__ffs(static_cast<i32>(beyond)) - 1", "__ffs(static_cast<i32>(beyond))", check_some
-    ),
     Fault("the last equal", SAMPLE, "logit <= most", "logit < most", check_ties),
     Fault("-0 below 0", SAMPLE, "most + 0.0f", "most", check_ties),
     Fault("the token is not counted", SAMPLE, "p.counts[place] += 1;", "", check_adjusted),

@@ -37,7 +37,9 @@ SAMPLE = _struct(
 )
 ADJUST = _struct(pointers="logits out adjustments edits counts seen", i64="logit_stride", i32="vocab_size")
 # Elements of the arrays that SAMPLE and ADJUST point to.
-CHOICE = _struct(pointers="number top_p min_weight", i32="top_k adjusted last_token penalty_row", f32="scale scale_low")
+CHOICE = _struct(
+    pointers="draw_key top_p min_weight", i32="top_k adjusted last_token penalty_row", f32="scale scale_low"
+)
 ADJUSTMENT = _struct(pointers="", i32="row edits num_edits penalty_row", f32="repetition presence frequency")
 EDIT = _struct(pointers="", i32="token", f32="value")
 

@@ -32,14 +32,9 @@ def scales(temperature: float) -> tuple[float, float]:
     return high, float(np.float32(exact - high))
 
 
-def share(value: float) -> int:
-    """`Choice.number` of a number in [0, 1)."""
-    return int(value * 2.0**64)
-
-
 def top_p_share(top_p: float) -> int:
     """`Choice.top_p`: one unit less than the share, because a nucleus of exactly `top_p` is large enough."""
-    return NONE if top_p >= 1 else max(share(top_p) - 1, 1)
+    return NONE if top_p >= 1 else max(int(top_p * 2.0**64) - 1, 1)
 
 
 def min_weight(min_p: float) -> int:

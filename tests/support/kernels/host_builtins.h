@@ -74,6 +74,7 @@ template <typename To, typename From> To host_bits(From value) {
     return result;
 }
 inline unsigned __float_as_uint(float value) { return host_bits<unsigned>(value); }
+inline long long __double_as_longlong(double value) { return host_bits<long long>(value); }
 inline int __float_as_int(float value) { return host_bits<int>(value); }
 inline float __uint_as_float(unsigned value) { return host_bits<float>(value); }
 inline float __int_as_float(int value) { return host_bits<float>(value); }
@@ -92,6 +93,7 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline unsigned long long max(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }

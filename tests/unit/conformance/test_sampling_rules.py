@@ -45,7 +45,7 @@ class SamplerFault:
 
 
 FAULTS = [
-    SamplerFault("M9", "the position does not matter", sampling.uniform, ("position)", "0)"), (row_sampler,)),
+    SamplerFault("M9", "the position does not matter", sampling.draw_key, ("position)", "0)"), (row_sampler,)),
     SamplerFault(
         "M9",
         "top_k leaves one more",

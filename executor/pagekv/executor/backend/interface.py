@@ -21,7 +21,7 @@ LAYOUT = "blocks-first-v1"
 # The most of the likeliest tokens for which a backend reports log-probabilities.
 MAX_LOGPROBS = 128
 # The name of the sampler that the cpu and cuda backends implement; DESIGN.md describes it.
-SAMPLER = "pagekv-1"
+SAMPLER = "pagekv-2"
 
 
 class BackendFeature(IntEnum):

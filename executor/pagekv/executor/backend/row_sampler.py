@@ -1,8 +1,10 @@
 """Samples a token in NumPy: a pure function of (logits, seed, sequence index, position) and the tokens so far.
 
 Order: logit bias, ban until min_tokens, penalties, temperature, top-k, top-p (of the tokens that top-k left), min-p,
-one draw. The draw takes one number from a counter-based hash and looks the token up in the cumulative distribution **in
-order of token id**. So logits that differ by rounding, as they do from batch to batch, almost never change the token.
+one draw. The draw is an exponential race, the Gumbel-max trick in another form: each token has a random number from a
+counter-based hash, and the largest weight / number wins. So logits that differ by rounding, as they do from batch to
+batch, almost never change the token. One number, looked up in the cumulative distribution, would not do: rounding moves
+the bounds of all tokens, and those of unlikely tokens lie closer together than it moves them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Sampling, SequenceState
-from pagekv.executor.backend.sampling import banned_tokens, changes_logits, uniform
+from pagekv.executor.backend.sampling import (
+    FIRST_GROUP,
+    GROUP_SIZE,
+    banned_tokens,
+    changes_logits,
+    draw_key,
+    exponentials,
+)
 
 Float64s = npt.NDArray[np.float64]
 # Logits as a model gives them.
@@ -24,6 +33,8 @@ Ids = npt.NDArray[np.int64]
 Sums = Callable[[Float64s], Float64s]
 # A nucleus is nearly always among this many of the largest weights.
 FEW = 256
+# So many tokens, or fewer, are drawn from as a list, more as a vocabulary most of which weighs nothing.
+FEW_KEPT = 1024
 # Bins for weights, which are at most 1: 64 bins for each power of two, and one bin for all weights below 2^-64.
 BIN_SHIFT = 52 - 6
 LEAST_BIN = (1023 - 64) << 6
@@ -44,8 +55,8 @@ def sample_row(raw: Floats, state: SequenceState, sums: Sums = np.cumsum) -> Sam
     if sampling.temperature == 0:
         token_id = int(logits.argmax())
     else:
-        number = uniform(sampling.seed, sampling.sequence_index, len(state.token_ids))
-        token_id = draw(*candidates(logits, sampling, sums), number, sums)
+        key = draw_key(sampling.seed, sampling.sequence_index, len(state.token_ids))
+        token_id = draw(*candidates(logits, sampling, sums), key)
     if sampling.logprobs is None:
         return Sampled(token_id)
     top = largest(raw, sampling.logprobs)
@@ -131,14 +142,27 @@ def _border(weights: Float64s, goal: float) -> tuple[float, Ids]:
     return held, np.flatnonzero(bins == len(totals) - 1 - place)
 
 
-def draw(token_ids: Ids | None, weights: Float64s, number: float, sums: Sums = np.cumsum) -> int:
-    """The token that `number`, in [0, 1), draws from the distribution `weights` over `token_ids` (None: all tokens)."""
-    cumulative = sums(weights)
-    place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    if place == len(weights):
-        # Rounding may take the product up to the total.
-        place = int(np.flatnonzero(weights)[-1])
-    return place if token_ids is None else int(token_ids[place])
+def draw(token_ids: Ids | None, weights: Float64s, key: int) -> int:
+    """The token that `key` draws from the distribution `weights` over `token_ids`, in order of id (None: all tokens).
+
+    Two races give the distribution of one: the first between groups of neighbouring ids, the second between the tokens
+    of the winner. So a draw from V tokens takes V / GROUP_SIZE + GROUP_SIZE random numbers and logarithms, not V.
+    """
+    if token_ids is not None and len(token_ids) > FEW_KEPT:
+        return draw(None, np.bincount(token_ids, weights).astype(np.float64, copy=False), key)
+    if token_ids is None:
+        totals = np.add.reduceat(weights, np.arange(0, len(weights), GROUP_SIZE))
+        first = _winner(totals, key, FIRST_GROUP) * GROUP_SIZE
+        return first + _winner(weights[first : first + GROUP_SIZE], key, first)
+    groups = token_ids // GROUP_SIZE
+    of_groups, of_tokens = exponentials(key, np.stack((FIRST_GROUP + groups, token_ids)))
+    winner = groups[(np.bincount(groups, weights)[groups] / of_groups).argmax()]
+    return int(token_ids[np.where(groups == winner, weights / of_tokens, 0.0).argmax()])
+
+
+def _winner(weights: Float64s, key: int, first: int) -> int:
+    """The place of the winner among weights whose numbers in the draw follow each other from `first`."""
+    return int((weights / exponentials(key, np.arange(first, first + len(weights)))).argmax())
 
 
 def largest(values: Floats, count: int) -> Ids:

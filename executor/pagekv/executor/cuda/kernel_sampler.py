@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagekv.executor.backend.sampling import banned_tokens, changes_logits, is_penalised, uniform
+from pagekv.executor.backend.sampling import banned_tokens, changes_logits, draw_key, is_penalised
 from pagekv.executor.cuda.logprobs import Logprobs, log_probabilities
 from pagekv.executor.cuda.penalties import PenaltyTable, StepPenalties
 from pagekv.executor.cuda.step_inputs import DeviceSequence
 from pagekv.executor.cuda.step_sampling import Find
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import ADJUSTMENT, CHOICE, EDIT
-from pagekv.kernels.sampling import NONE, SamplingKernels, min_weight, scales, share, top_p_share
+from pagekv.kernels.sampling import NONE, SamplingKernels, min_weight, scales, top_p_share
 from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import DTYPE_PAIRS
 
@@ -67,10 +67,9 @@ class KernelSampling:
             self._edits += edits
         filters = _filters(sampling.temperature, sampling.top_p, sampling.min_p)
         limited = 0 < sampling.top_k < self._vocab_size
-        drawn = uniform(sampling.seed, sampling.sequence_index, len(state.token_ids)) if sampling.temperature else 0.0
         self._choices.append(
             (
-                share(drawn),
+                draw_key(sampling.seed, sampling.sequence_index, len(state.token_ids)) if sampling.temperature else 0,
                 *filters[:2],
                 sampling.top_k if limited else 0,
                 adjusted,

@@ -4,9 +4,7 @@ for the device.
 
 On the host, `TorchSampling` turns the sampled rows into sections of the step's upload; on the device, `sample` reads
 them as `RowChunk`s. Rows that are not plain greedy are computed in float64, in the same order as by the CPU sampler and
-with the same random number; only `exp` and sums may differ from NumPy's in the last bit. A cumulative sum on a GPU may
-decrease slightly (a parallel prefix sum rounds differently from place to place), so `draw` never returns a token with
-weight 0.
+with the same random numbers; only `exp`, `log` and sums may differ from NumPy's in the last bit.
 """
 
 from __future__ import annotations
@@ -21,7 +19,17 @@ import numpy.typing as npt
 import torch
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, SequenceState
-from pagekv.executor.backend.sampling import banned_tokens, is_penalised, is_plain, uniform
+from pagekv.executor.backend.sampling import (
+    FIRST_GROUP,
+    GOLDEN_GAMMA,
+    GROUP_SIZE,
+    LAST_SHIFT,
+    MIXES,
+    banned_tokens,
+    draw_key,
+    is_penalised,
+    is_plain,
+)
 from pagekv.executor.cuda.logprobs import Logprobs, below_largest, first_of_largest, log_probabilities
 from pagekv.executor.cuda.penalties import PenaltyTable, StepPenalties
 from pagekv.executor.cuda.step_inputs import DeviceSequence
@@ -31,9 +39,14 @@ from pagekv.kernels.tensors import Ints
 # Elements of logits that are processed at a time in float64, in about ten tensors of this size.
 CHUNK_ELEMENTS = 4 * 2**20
 # Columns of `numbers`.
-TEMPERATURE, TOP_P, MIN_P, NUMBER, REPETITION, PRESENCE, FREQUENCY = range(7)
-# Columns in float64. All others are int32 in the upload and int64 on the device.
-REAL_COLUMNS = ("numbers", "biases")
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+# Columns of 64 bits: their types on the host and on the device. All others are int32 in the upload and int64 on the
+# device.
+WIDE_COLUMNS: Mapping[str, tuple[type[np.generic], torch.dtype]] = {
+    "numbers": (np.float64, torch.float64),
+    "biases": (np.float64, torch.float64),
+    "draw_keys": (np.uint64, torch.int64),
+}
 
 
 @dataclass(slots=True)
@@ -41,7 +54,8 @@ class RowChunk:
     """A chunk of R sampled rows that are not plain greedy. Columns that no row needs are absent:
 
     rows, greedy [R]: the row of the logits; 1 if the likeliest token is taken
-    numbers [R, 7]: parameters and the random number (see the constants above); the temperature is 1 where `greedy`
+    numbers [R, 6]: parameters (see the constants above); the temperature is 1 where `greedy`
+    draw_keys [R]: keys of draws, of which the 64 bits count
     top_k [R]: vocab_size if the row has none
     bias_at [n, 2] (row, token), biases [n]; ban_at [n, 2]
     penalised, penalty_rows [p]: the row, and its row of the penalty table
@@ -103,11 +117,13 @@ class TorchSampling:
                 sampling.temperature or 1.0,
                 sampling.top_p,
                 sampling.min_p,
-                uniform(sampling.seed, sampling.sequence_index, position) if sampling.temperature else 0.0,
                 sampling.repetition_penalty,
                 sampling.presence_penalty,
                 sampling.frequency_penalty,
             )
+        )
+        columns["draw_keys"].append(
+            draw_key(sampling.seed, sampling.sequence_index, position) if sampling.temperature else 0
         )
         if sampling.temperature:
             chunk.any_random = True
@@ -132,7 +148,7 @@ class TorchSampling:
         sections: dict[str, npt.NDArray[Any]] = {"sampled_indices": self._indices, **self._penalties.sections()}
         for number, chunk in enumerate(self._chunks):
             for name, values in chunk.columns.items():
-                column = np.array(values, np.float64 if name in REAL_COLUMNS else np.int32)
+                column = np.array(values, WIDE_COLUMNS[name][0] if name in WIDE_COLUMNS else np.int32)
                 sections[f"{name} {number}"] = column.view(np.int32)
         return sections
 
@@ -149,8 +165,10 @@ class TorchSampling:
         for number, chunk in enumerate(self._chunks):
             for name, values in chunk.columns.items():
                 section, shape = f"{name} {number}", (len(values), *np.shape(values[0]))
-                real = name in REAL_COLUMNS
-                chunk.on_device[name] = find(section, shape, torch.float64) if real else find(section, shape).long()
+                wide = name in WIDE_COLUMNS
+                chunk.on_device[name] = (
+                    find(section, shape, WIDE_COLUMNS[name][1]) if wide else find(section, shape).long()
+                )
         return self._chunks
 
 
@@ -168,7 +186,7 @@ def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) ->
         adjusted = _adjust(raw, columns, table)
         chosen = adjusted.argmax(dim=-1)
         if chunk.any_random:
-            drawn = draw(filtered_weights(adjusted, chunk), columns["numbers"][:, NUMBER])
+            drawn = draw(filtered_weights(adjusted, chunk), columns["draw_keys"])
             chosen = torch.where(columns["greedy"].bool(), chosen, drawn)
         tokens[columns["rows"]] = chosen
         if "penalised" in columns:
@@ -230,10 +248,34 @@ def _nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return torch.where(kept | (top_p >= 1), weights, 0.0)
 
 
-def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token ids `[R]` that `numbers` `[R]`, in [0, 1), draw from the distributions `weights`."""
-    cumulative = weights.cumsum(-1)
-    beyond = (cumulative > numbers[:, None] * cumulative[:, -1:]) & (weights > 0)
-    # argmax finds the first 1. If rounding takes the product up to the total there is none, and `last` is used.
-    last = weights.shape[1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
-    return torch.where(beyond.any(-1), beyond.int().argmax(-1), last)
+def draw(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The token ids `[R]` that `keys` `[R]` draw from the distributions `weights` `[R, vocab_size]`: a race between
+    groups, then one between the tokens of the winner, as in `row_sampler.draw`.
+    """
+    grouped = torch.nn.functional.pad(weights, (0, -weights.shape[1] % GROUP_SIZE)).unflatten(1, (-1, GROUP_SIZE))
+    groups = torch.arange(grouped.shape[1], device=weights.device)
+    winners = (grouped.sum(-1) / exponentials(keys, FIRST_GROUP + groups)).argmax(-1)
+    token_ids = winners[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=weights.device)
+    held = grouped.take_along_dim(winners[:, None, None], 1)[:, 0]
+    drawn: torch.Tensor = winners * GROUP_SIZE + (held / exponentials(keys, token_ids)).argmax(-1)
+    return drawn
+
+
+def exponentials(keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """`sampling.exponentials` `[R, n]` of `numbers` `[n]` or `[R, n]` for each of `keys` `[R]`."""
+    # torch has no unsigned arithmetic. Products and sums wrap to the same bits; shifts need a mask.
+    bits = keys[:, None] + numbers * _signed(GOLDEN_GAMMA)
+    for shift, factor in MIXES:
+        bits = (bits ^ _shifted(bits, shift)) * _signed(factor)
+    bits = bits ^ _shifted(bits, LAST_SHIFT)
+    return -((_shifted(bits, 12) * 2 + 1).double() * 2.0**-53).log()
+
+
+def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
+    """64 bits, shifted right; zeros come in."""
+    return (bits >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return value - 2**64 if value >= 2**63 else value

@@ -1,4 +1,4 @@
-// Sampling: the next token of each row of logits, by top-k, top-p, min-p and a number in [0, 1) that was drawn before.
+// Sampling: the next token of each row of logits, by top-k, top-p, min-p and the key of a draw.
 //
 // A thread block has one row. The key of a token is the distance of its logit to the largest one, in log2 of weights, in
 // fixed point; its weight is an integer that follows from the key (sampling_weight.cuh). Sums of integers do not depend on
@@ -18,17 +18,19 @@
 constexpr i32 kThreads = 512;
 constexpr i32 kWarps = kThreads / 32;
 constexpr i32 kEach = 8;                  // tokens that a thread reads at a time
-constexpr i32 kRun = 32 * kEach;          // neighbouring tokens that a warp draws from
+constexpr i32 kGroup = 256;               // neighbouring ids that are drawn from together
+constexpr u64 kFirstGroup = 1ull << 32;   // the number of group 0 in a draw; that of a token is its id
 constexpr i32 kIdBits = 20;
 constexpr i32 kRankBits = 48;             // of key and id together
 constexpr i32 kDigitBits = 12;
 constexpr i32 kKeyShift = kRankBits - kIdBits - kDigitBits;  // from a key to the first digit of its rank
-constexpr i32 kDigits = 1 << kDigitBits;  // at least as many as there are runs
+constexpr i32 kDigits = 1 << kDigitBits;  // at least as many as there are groups
 constexpr i32 kListed = 1536;
 // So many lanes of every warp, or more, have a token that reaches the bar. The list has at least 384 tokens then, and about
 // 1,100 if the likely ones are spread evenly over the threads.
 constexpr i32 kAboveBar = 24;
 constexpr u64 kNone = ~0ull;
+constexpr u64 kLastPlace = (1ull << kIdBits) - 1;
 
 struct Shared {
     u32 low[kDigits];   // sums by digit, the lower halves
@@ -244,6 +246,17 @@ __device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bo
     return bound_of(prefix);
 }
 
+// The largest value of all threads.
+__device__ __forceinline__ u64 largest(Shared& shared, u64 value) {
+    for (i32 distance = 16; distance > 0; distance /= 2)
+        value = max(value, __shfl_xor_sync(kFullWarp, value, distance));
+    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    for (i32 warp = 0; warp < kWarps; ++warp) value = max(value, shared.of_warps[warp]);
+    __syncthreads();
+    return value;
+}
+
 // The likeliest token, of equals the first; -1 if a logit is NaN. `best` becomes its logit, `most` the largest logit of this
 // thread's tokens.
 template <typename T>
@@ -262,47 +275,70 @@ __device__ __forceinline__ i32 likeliest(const T* logits, i32 size, Shared& shar
     const u32 bits = __float_as_uint(most + 0.0f);
     const u32 order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     u64 found = broken ? kNone : static_cast<u64>(order) << 32 | (0xffffffffu - static_cast<u32>(id));
-    for (i32 distance = 16; distance > 0; distance /= 2) {
-        const u64 other = __shfl_xor_sync(kFullWarp, found, distance);
-        found = other > found ? other : found;
-    }
-    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = found;
-    __syncthreads();
-    for (i32 warp = 0; warp < kWarps; ++warp) found = shared.of_warps[warp] > found ? shared.of_warps[warp] : found;
-    __syncthreads();
+    found = largest(shared, found);
     if (found == kNone) return -1;
     const u32 value = static_cast<u32>(found >> 32);
     best = __uint_as_float(value & 0x80000000u ? value & 0x7fffffffu : ~value);
     return static_cast<i32>(0xffffffffu - static_cast<u32>(found));
 }
 
-// Draws one of the tokens that are kept, all of which are listed. Their weights are added up in the order of ids; the first
-// token at which the sum exceeds number / 2^64 of all weights is drawn. The search goes by two digits of the id.
-__device__ __forceinline__ i32 draw_listed(Shared& shared, Bound bound, u64 min_weight, u64 number) {
-    constexpr i32 kLastBits = kIdBits - kDigitBits;
-    u64 target = 0ull;
-    u32 digit = 0u, first = 0u;
-#pragma unroll 1
-    for (i32 done = 0; done < 2; ++done) {
-        first = digit;
-        clear(shared);
-        for (i32 i = threadIdx.x; i < shared.num_listed; i += kThreads) {
-            const Bound token = bound_of(shared.list[i]);
-            const u64 held = weight(token.key);
-            if (!bound.keeps(token.key, static_cast<i32>(token.id)) || held < min_weight) continue;
-            if (done == 0)
-                add(shared, token.id >> kLastBits, held);
-            else if (token.id >> kLastBits == first)
-                add(shared, token.id % (1u << kLastBits), held);
-        }
-        digit = crossing(shared, target, done == 0 ? number : 0ull);
+// --- the draw: two exponential races, one between groups of 256 neighbouring ids, one between the tokens of the winner
+
+// A random number of the exponential distribution with mean 1, from the bits of SplitMix64 (Steele, Lea and Flood, 2014).
+__device__ __forceinline__ double exponential(u64 draw_key, u64 number) {
+    u64 bits = draw_key + number * 0x9e3779b97f4a7c15ull;
+    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9ull;
+    bits = (bits ^ bits >> 27) * 0x94d049bb133111ebull;
+    bits ^= bits >> 31;
+    return -log(static_cast<double>(bits >> 12 << 1 | 1ull) * 0x1p-53);
+}
+
+// An entry of the race: the score, weight / random number, with the place in the last bits, the smaller place being larger.
+// Doubles above 0 are ordered as their bits are; 2^-32 of a score is lost. 0 without weight.
+__device__ __forceinline__ u64 entry(u64 held, u64 draw_key, u64 number, i32 place) {
+    if (held == 0ull) return 0ull;
+    const double score = static_cast<double>(held) / exponential(draw_key, number);
+    return (static_cast<u64>(__double_as_longlong(score)) | kLastPlace) - static_cast<u32>(place);
+}
+
+__device__ __forceinline__ i32 place_of(u64 winner) { return static_cast<i32>(kLastPlace - (winner & kLastPlace)); }
+
+// Draws a group by the weights of all groups, which stand in the sums by digit.
+__device__ __forceinline__ i32 draw_group(Shared& shared, u64 draw_key) {
+    __syncthreads();  // all sums are there
+    u64 best = 0ull;
+    for (i32 group = threadIdx.x; group < kDigits; group += kThreads) {
+        const u64 held = static_cast<u64>(shared.high[group]) << 32 | shared.low[group];
+        best = max(best, entry(held, draw_key, kFirstGroup + static_cast<u32>(group), group));
     }
-    return static_cast<i32>(first << kLastBits | digit);
+    return place_of(largest(shared, best));
+}
+
+// Calls `visit` with id and weight of every listed token that is kept.
+template <typename Visit>
+__device__ __forceinline__ void each_kept(const Shared& shared, Bound bound, u64 min_weight, Visit visit) {
+    for (i32 i = threadIdx.x; i < shared.num_listed; i += kThreads) {
+        const Bound token = bound_of(shared.list[i]);
+        const u64 held = weight(token.key);
+        if (bound.keeps(token.key, static_cast<i32>(token.id)) && held >= min_weight) visit(token.id, held);
+    }
+}
+
+// Draws one of the tokens that are kept, all of which are listed.
+__device__ __forceinline__ i32 draw_listed(Shared& shared, Bound bound, u64 min_weight, u64 draw_key) {
+    clear(shared);
+    each_kept(shared, bound, min_weight, [&](u32 id, u64 held) { add(shared, id / kGroup, held); });
+    const u32 group = static_cast<u32>(draw_group(shared, draw_key));
+    u64 best = 0ull;
+    each_kept(shared, bound, min_weight, [&](u32 id, u64 held) {
+        if (id / kGroup == group) best = max(best, entry(held, draw_key, id, static_cast<i32>(id)));
+    });
+    return place_of(largest(shared, best));
 }
 
 // Draws as `draw_listed` does, where the list lacks tokens that are kept: reads the row.
 template <typename T>
-__device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bound, u64 min_weight, u64 number) {
+__device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bound, u64 min_weight, u64 draw_key) {
     const i32 lane = threadIdx.x % 32;
     auto mass = [&](i32 id) {
         if (id >= row.size) return 0ull;
@@ -312,30 +348,19 @@ __device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bou
         return held >= min_weight ? held : 0ull;
     };
     clear(shared);
-    for (i32 run = threadIdx.x / 32; run * kRun < row.size; run += kWarps) {
+    for (i32 group = threadIdx.x / 32; group * kGroup < row.size; group += kWarps) {
         u64 sum = 0ull;
 #pragma unroll
-        for (i32 i = 0; i < kEach; ++i) sum += mass(run * kRun + i * 32 + lane);
+        for (i32 i = 0; i < kGroup / 32; ++i) sum += mass(group * kGroup + i * 32 + lane);
         for (i32 distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kFullWarp, sum, distance);
         if (lane == 0) {
-            shared.low[run] = static_cast<u32>(sum);
-            shared.high[run] = static_cast<u32>(sum >> 32);
+            shared.low[group] = static_cast<u32>(sum);
+            shared.high[group] = static_cast<u32>(sum >> 32);
         }
     }
-    u64 target = 0ull;
-    i32 id = static_cast<i32>(crossing(shared, target, number)) * kRun + lane;
-    // Every warp searches the run, and all find the same token.
-    for (; id - lane < row.size; id += 32) {
-        u64 sum = mass(id);
-        for (i32 distance = 1; distance < 32; distance *= 2) {
-            const u64 below = __shfl_up_sync(kFullWarp, sum, distance);
-            if (lane >= distance) sum += below;
-        }
-        const u32 beyond = __ballot_sync(kFullWarp, sum > target);
-        if (beyond != 0u) return id - lane + __ffs(static_cast<i32>(beyond)) - 1;
-        target -= __shfl_sync(kFullWarp, sum, 31);
-    }
-    return row.size - 1;  // never: the sum of all exceeds what was drawn
+    const i32 first = draw_group(shared, draw_key) * kGroup, id = first + static_cast<i32>(threadIdx.x);
+    const u64 own = threadIdx.x < kGroup ? entry(mass(id), draw_key, static_cast<u32>(id), id) : 0ull;
+    return place_of(largest(shared, own));
 }
 
 template <typename T> __device__ __forceinline__ i32 choose(const T* logits, i32 size, const Choice& choice, Shared& shared) {
@@ -347,8 +372,8 @@ template <typename T> __device__ __forceinline__ i32 choose(const T* logits, i32
     if (choice.top_k > 0 || choice.top_p != kNone) list_best(row, shared, most);
     if (choice.top_k > 0) bound = last_kept<true>(row, shared, bound, static_cast<u64>(choice.top_k) - 1, 0ull);
     if (choice.top_p != kNone) bound = last_kept<false>(row, shared, bound, 0ull, choice.top_p);
-    if (bound.key < shared.listed_below) return draw_listed(shared, bound, choice.min_weight, choice.number);
-    return draw(row, shared, bound, choice.min_weight, choice.number);
+    if (bound.key < shared.listed_below) return draw_listed(shared, bound, choice.min_weight, choice.draw_key);
+    return draw(row, shared, bound, choice.min_weight, choice.draw_key);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) pagekv_sample(const SampleParams p) {

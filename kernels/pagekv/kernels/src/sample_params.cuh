@@ -4,7 +4,7 @@
 
 // The sampling of one row of logits.
 struct Choice {
-    u64 number;       // the number drawn, in [0, 1), times 2^64
+    u64 draw_key;     // random bits
     u64 top_p;        // times 2^64, less one; all ones: no top-p
     u64 min_weight;   // min_p in units of 2^-44
     i32 top_k;        // 0: no top-k

@@ -351,7 +351,7 @@ class DescribeResponse(google.protobuf.message.Message):
     """Most StepSampling.logprobs, 0 to 128; below the 20 that clients may ask for, requests for more are refused."""
     sampler: builtins.str
     """Name of the way tokens are drawn. Executors of one name and one model continue each other's sequences token for
-    token. "pagekv-1" is the sampler that DESIGN.md describes and whose test vectors it has; an executor that draws
+    token. "pagekv-2" is the sampler that DESIGN.md describes and whose test vectors it has; an executor that draws
     otherwise has another name, 1 to 64 characters of [a-z0-9.-].
     """
     tensor_parallel_size: builtins.int

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.executor.sampler_vectors import LOGITS, draws
+from support.executor.sampler_vectors import draws
 from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
-from pagekv.executor.backend.sampling import uniform
+from pagekv.executor.backend.sampling import draw_key, exponentials
 from pagekv.executor.cpu.sampler import ROWS_AT_ONCE, _sums, sample
 
 VOCAB = 12
@@ -54,14 +54,9 @@ def twin(row: list[float], state: SequenceState) -> int:
                 break
         kept = nucleus
     kept = {token_id for token_id in kept if weights[token_id] >= sampling.min_p}
-    goal = uniform(sampling.seed, sampling.sequence_index, len(state.token_ids))
-    goal *= sum(weights[token_id] for token_id in sorted(kept))
-    held = 0.0
-    for token_id in sorted(kept):
-        held += weights[token_id]
-        if held > goal:
-            return token_id
-    return max(token_id for token_id in kept if weights[token_id] > 0)
+    # All tokens are of one group, which wins alone.
+    key = draw_key(sampling.seed, sampling.sequence_index, len(state.token_ids))
+    return max(sorted(kept), key=lambda token_id: weights[token_id] / exponentials(key, np.array([token_id]))[0])
 
 
 # Few distinct values, so that ties and exact bounds are common.
@@ -167,7 +162,6 @@ def test_what_is_no_number_fails_alone() -> None:
 
 def test_the_tokens_of_the_contract() -> None:
     vectors = list(draws())
-    assert len(vectors) == 10
-    for states, tokens in vectors:
-        logits = torch.tensor([LOGITS] * len(states))
-        assert [one.token_id for one in sample(logits, states)] == tokens
+    assert len(vectors) == 12
+    for logits, states, tokens in vectors:
+        assert [one.token_id for one in sample(torch.tensor([logits] * len(states)), states)] == tokens

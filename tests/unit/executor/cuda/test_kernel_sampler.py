@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from support.executor.device_sampler import SAMPLERS, DeviceSampler, agree
-from support.executor.sampler_vectors import LOGITS, draws
+from support.executor.sampler_vectors import draws
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, SequenceState
 from pagekv.executor.cpu import sampler as cpu_sampler
@@ -63,6 +63,6 @@ def test_what_is_no_number_is_marked() -> None:
 
 
 def test_the_tokens_of_the_contract() -> None:
-    for states, tokens in draws():
-        logits = torch.tensor([LOGITS] * len(states))
-        assert [one.token_id for one in device(len(LOGITS)).sample(logits, states)] == tokens
+    for logits, states, tokens in draws():
+        rows = torch.tensor([logits] * len(states))
+        assert [one.token_id for one in device(len(logits)).sample(rows, states)] == tokens

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor.device_sampler import DeviceSampler, agree
-from support.executor.sampler_vectors import LOGITS, draws
+from support.executor.sampler_vectors import draws
 from support.executor.samplings import samplings
 
+from pagekv.executor.backend import row_sampler
 from pagekv.executor.backend.interface import Sampling, SequenceState
 from pagekv.executor.cpu import sampler as cpu_sampler
+from pagekv.executor.cuda.torch_sampler import draw
 
 VOCAB = 40
 
@@ -47,13 +51,14 @@ def test_ties_go_to_the_lowest_ids() -> None:
     assert [token_id for token_id, _ in chosen[1].top] == [5, 7]
 
 
-def test_a_weightless_token_is_never_drawn() -> None:
-    """Not even where the prefix sum rounds up at it."""
-    from pagekv.executor.cuda.torch_sampler import draw
-
-    weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]], dtype=torch.float64)
-    for number, expected in ((0.0, 1), (0.29999, 1), (0.3, 3), (math.nextafter(1, 0), 3), (1.0, 3)):
-        assert draw(weights, torch.tensor([number], dtype=torch.float64)).tolist() == [expected]
+@pytest.mark.parametrize("vocab_size", [1, 256, 257, 5000])
+def test_draws_what_the_row_sampler_draws(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    weights = np.exp(2 * rng.standard_normal((200, vocab_size)))
+    weights[:, 1:][rng.random((200, vocab_size - 1)) < 0.3] = 0.0
+    keys = rng.integers(0, 2**64, 200, np.uint64)
+    drawn = draw(torch.from_numpy(weights), torch.from_numpy(keys.view(np.int64)))
+    assert drawn.tolist() == [row_sampler.draw(None, *pair) for pair in zip(weights, keys.tolist(), strict=True)]
 
 
 def test_what_is_no_number_is_marked() -> None:
@@ -81,7 +86,7 @@ def test_infinite_logits() -> None:
 
 def test_the_tokens_of_the_contract() -> None:
     vectors = list(draws())
-    assert len(vectors) == 10
-    for states, tokens in vectors:
-        logits = torch.tensor([LOGITS] * len(states))
-        assert [one.token_id for one in DeviceSampler(len(LOGITS)).sample(logits, states)] == tokens
+    assert len(vectors) == 12
+    for logits, states, tokens in vectors:
+        rows = torch.tensor([logits] * len(states))
+        assert [one.token_id for one in DeviceSampler(len(logits)).sample(rows, states)] == tokens
