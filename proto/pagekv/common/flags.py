@@ -329,15 +329,21 @@ def address(text: str) -> str:
     """A type for `host:port`, or `unix:/path`. Port 0 means a free port; an IPv6 address stands in brackets."""
     if text.startswith("unix:") and len(text) > 5:
         return text
+    return _host_and_port(text, "unix:/path")
+
+
+def _host_and_port(text: str, otherwise: str) -> str:
+    """Checks `host:port`; a refusal also names what else the flag accepts."""
     host, colon, port = text.rpartition(":")
     why = ""
     if "://" in text:
         why = f"; leave {text.partition('://')[0]}:// out"
     elif ":" in host and not (host.startswith("[") and host.endswith("]")):
         why = "; an IPv6 address stands in brackets, as in [::1]:50051"
-    elif colon and host and port.isascii() and port.isdigit() and int(port) <= 65535:
+    elif colon and host not in ("", "unix") and port.isascii() and port.isdigit() and int(port) <= 65535:
         return text
-    raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or unix:/path, got {text!r}{why}")
+    words = f"must be host:port with a port from 0 to 65535, or {otherwise}, got {text!r}{why}"
+    raise argparse.ArgumentTypeError(words)
 
 
 def optional_address(text: str) -> str:
@@ -358,6 +364,4 @@ def listening_host(text: str) -> str:
 
 def tcp_address(text: str) -> str:
     """A type for `host:port`; empty for none."""
-    if text.startswith("unix:"):
-        raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or empty, got {text!r}")
-    return address(text) if text else ""
+    return "" if not text else _host_and_port(text, "empty")

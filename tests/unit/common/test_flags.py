@@ -170,6 +170,25 @@ def test_an_address_of_another_form_is_answered_with_the_one_wanted(text: str, w
             check(text)
 
 
+@pytest.mark.parametrize(
+    ("check", "text", "named"),
+    [
+        (address, "8080", "unix:/path"),
+        (address, "unix:", "unix:/path"),
+        (tcp_address, "8080", "empty"),
+        (tcp_address, "a:65536", "empty"),
+        (tcp_address, "unix:/x", "empty"),
+        (tcp_address, "unix:8080", "empty"),
+        (tcp_address, "http://127.0.0.1:8080", "empty"),
+    ],
+)
+def test_a_refused_address_is_answered_with_what_else_the_flag_takes(check: object, text: str, named: str) -> None:
+    assert callable(check)
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        check(text)
+    assert f"a port from 0 to 65535, or {named}, got {text!r}" in str(refused.value)
+
+
 def test_true_is_written_in_four_ways() -> None:
     assert [text for text in ("1", "TRUE", "yes", "on", "0", "off", "") if is_true(text)] == ["1", "TRUE", "yes", "on"]
 
