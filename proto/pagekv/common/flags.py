@@ -75,11 +75,12 @@ class FlagParser(argparse.ArgumentParser):
         **kwargs: Any,
     ) -> None:
         """Adds `--name`, to `group` if there is one; with a default of True or False also `--no-name`. The help text
-        ends with the default unless that is None, empty or a switch's. `needs` is the name of another flag: if that is
-        not set, this flag is refused on the command line.
+        ends with the default unless that is None, empty or a switch's. `needs` is the name of another flag, which the
+        help text names, too: if that is not set, this flag is refused on the command line.
         """
         if needs is not None:
             self._needs[name] = needs
+            help += f"; only with --{needs}"
         variable = variable_of(name)
         text = self._env.get(variable)
         if isinstance(default, bool):
@@ -119,14 +120,15 @@ class FlagParser(argparse.ArgumentParser):
         return args
 
     def _refuse_idle_flags(self, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-        """Refuses a flag on the command line whose needed flag is not set. Variables are not checked, because one may
-        be set for many commands, of which some have no use for it.
+        """Refuses a flag on the command line whose needed flag is not set. A switch that is turned off is no mistake.
+        Variables are not checked, because one may be set for many commands, of which some have no use for it.
         """
         # A flag that is not on the command line keeps this value.
         before = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
         given = vars(self.parse_args(argv, before))
         for name, other in self._needs.items():
-            if given[_dest(name)] is not _NOT_GIVEN and not getattr(args, _dest(other)):
+            value = given[_dest(name)]
+            if value is not _NOT_GIVEN and value is not False and not getattr(args, _dest(other)):
                 self.error(f"argument --{name}: has no effect without --{other}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:

@@ -106,10 +106,14 @@ def test_what_is_wrong_ends_with_status_2_and_its_reason(
     assert words in capsys.readouterr().err
 
 
-def test_the_help_explains_variables_by_no_flag_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_explains_variables_by_no_flag_of_its_own_and_names_needed_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
-    assert "environment variable: --a-flag is PAGEKV_A_FLAG." in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "environment variable: --a-flag is PAGEKV_A_FLAG." in text
+    assert "how deep; only with --deep [2]" in text
 
 
 def test_a_flag_of_another_program_is_said_to_be_its_own(capsys: pytest.CaptureFixture[str]) -> None:

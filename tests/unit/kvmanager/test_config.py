@@ -161,6 +161,8 @@ def test_blocks_have_ages_where_a_page_shows_them() -> None:
         (["--kv-events-replay-endpoint=tcp://*:0"], {}, "--kv-events-replay-endpoint: has no effect without --kv-e"),
         (["--page-text"], {}, "--page-text: has no effect without --http-listen"),
         (["--http-names", "a"], {}, "--http-names: has no effect without --http-listen"),
+        (["--write-back", "--no-prefix-cache"], {}, "--write-back: has no effect without --prefix-cache"),
+        (["--partial-hits"], {"PAGEKV_PREFIX_CACHE": "off"}, "--partial-hits: has no effect without --prefix-cache"),
         (
             ["--kv-events-endpoint=tcp://*:0", "--no-kv-events"],
             {},
@@ -191,6 +193,10 @@ def test_a_bad_value_is_refused_by_name(
         # Nothing is published, so nobody listens there.
         ([], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://*:0"}),
         (["--page-text"], {"PAGEKV_HTTP_LISTEN": "127.0.0.1:0"}),
+        ([], {"PAGEKV_WRITE_BACK": "on", "PAGEKV_PREFIX_CACHE": "off"}),
+        # Turned off twice.
+        (["--no-page-text"], {}),
+        (["--no-prefix-cache", "--no-partial-hits", "--no-write-back"], {}),
     ],
 )
 def test_what_is_not_asked_for_on_the_command_line_is_not_refused(argv: list[str], env: dict[str, str]) -> None:

@@ -26,7 +26,7 @@ class SchedulerLimits:
     )
     prefix_cache: bool = flag("reuse the blocks of equal prompt prefixes", default=True)
     partial_hits: bool = flag(
-        "also reuse the beginning of a cached block, by copying the block (with --prefix-cache)", default=True
+        "also reuse the beginning of a cached block, by copying the block", default=True, needs="prefix-cache"
     )
     fork_sharing: bool = flag(
         "share blocks among the sequences of one request (n, beam_width), with or without --prefix-cache",
@@ -44,8 +44,9 @@ class SchedulerLimits:
         ),
     )
     write_back: bool = flag(
-        "copy blocks that the device evicts to the host pool, where later prompts find them (with --prefix-cache)",
+        "copy blocks that the device evicts to the host pool, where later prompts find them",
         default=False,
+        needs="prefix-cache",
     )
     # After so many preemptions a request is spared while another victim can be found. Low enough that no request is
     # starved by others; high enough that the latest request, which has computed least, is preempted first.
