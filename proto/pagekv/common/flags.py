@@ -75,8 +75,8 @@ class FlagParser(argparse.ArgumentParser):
         **kwargs: Any,
     ) -> None:
         """Adds `--name`, to `group` if there is one; with a default of True or False also `--no-name`. The help text
-        ends with the default unless that is None, empty or a switch's. `needs` is the name of another flag, which the
-        help text names, too: if that is not set, this flag is refused on the command line.
+        ends with the default unless that is None or empty. `needs` is the name of another flag, which the help text
+        names, too: if that is not set, this flag is refused on the command line.
         """
         if needs is not None:
             self._needs[name] = needs
@@ -84,6 +84,7 @@ class FlagParser(argparse.ArgumentParser):
         variable = variable_of(name)
         text = self._env.get(variable)
         if isinstance(default, bool):
+            help += " [on]" if default else " [off]"
             if text is not None and text.lower() not in _TRUE + _FALSE:
                 self.error(f"environment variable {variable}: must be true or false, got {text!r}")
             default = default if text is None else is_true(text)

@@ -114,6 +114,7 @@ def test_the_help_explains_variables_by_no_flag_of_its_own_and_names_needed_flag
     text = " ".join(capsys.readouterr().out.split())
     assert "environment variable: --a-flag is PAGEKV_A_FLAG." in text
     assert "how deep; only with --deep [2]" in text
+    assert "--deep, --no-deep whether at all [off]" in text
 
 
 def test_a_flag_of_another_program_is_said_to_be_its_own(capsys: pytest.CaptureFixture[str]) -> None:
