@@ -17,6 +17,7 @@ from pagekv.common.flags import (
     integer,
     number,
     size_in_bytes,
+    zero_or_integer,
 )
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 from pagekv.common.loopback import INSECURE_HELP, refuse_open
@@ -61,7 +62,8 @@ class OracleConfig:
     max_model_len: int = flag(
         "oracle: most tokens of a sequence; 0: the model's, without a model 4096",
         default=0,
-        type=integer(0, 2**31 - 1),
+        # A sequence has a token of prompt and one of output.
+        type=zero_or_integer(2, 2**31 - 1),
         metavar="TOKENS",
     )
     # None: from the model.

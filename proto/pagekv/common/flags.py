@@ -301,6 +301,16 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return _bounded(int, low, high, f"a whole number from {low} to {high}")
 
 
+def zero_or_integer(low: int, high: int) -> Callable[[str], int]:
+    """A type for 0, which stands for another value, and whole numbers from `low` to `high`, both included."""
+
+    def convert(text: str) -> int:
+        value = int(text)
+        return value if value >= low or not value else -1
+
+    return _bounded(convert, 0, high, f"0 or a whole number from {low} to {high}")
+
+
 def number(low: float, high: float) -> Callable[[str], float]:
     """A type for finite numbers from `low` to `high`, both included."""
     return _bounded(float, low, high, f"a number from {low:g} to {high:g}")

@@ -27,6 +27,7 @@ from pagekv.common.flags import (
     size_in_bytes,
     tcp_address,
     variable_of,
+    zero_or_integer,
 )
 
 
@@ -141,6 +142,8 @@ def test_a_refusal_may_be_one_line_of_json(capsys: pytest.CaptureFixture[str]) -
     ("check", "good", "value", "bad"),
     [
         (integer(1, 9), "9", 9, ["0", "10", "1.0", ""]),
+        (zero_or_integer(2, 9), "0", 0, ["1", "10", "-1", "-2"]),
+        (zero_or_integer(2, 9), "2", 2, ["x"]),
         (number(0, 1), "0.5", 0.5, ["-0.1", "nan", "inf", "x"]),
         (power_of_two(1, 256), "64", 64, ["0", "3", "512", "x"]),
         (size_in_bytes(0, 2**40), "1.5MiB", 3 << 19, ["-1", "1 parsec", "2TiB", "1e400"]),

@@ -48,6 +48,7 @@ def test_environment_is_checked_and_the_flag_wins() -> None:
         (["--max-sequences", "0"], "--max-sequences", "from 1 to 65536, got '0'"),
         (["--step-time-ms", "inf"], "--step-time-ms", "from 0 to 60000, got 'inf'"),
         (["--vocab-size", "many"], "--vocab-size", "got 'many'"),
+        (["--max-model-len", "1"], "--max-model-len", "0 or a whole number from 2 to 2147483647, got '1'"),
         (["--eos", "1,x"], "--eos", "token ids joined by commas, none, or auto, got '1,x'"),
         (["--eos", ""], "--eos", "got ''"),
         (["--grace-s", "3601"], "--grace-s", "from 0 to 3600"),

@@ -146,7 +146,8 @@ def test_blocks_have_ages_where_a_page_shows_them() -> None:
         (["--max-batch-tokens", "0"], {}, "--max-batch-tokens: must be a whole number from 1 to 65536"),
         (["--max-running", "x"], {}, "--max-running: must be a whole number from 1 to 65536, got 'x'"),
         (["--max-queue", "0"], {}, "--max-queue: must be a whole number from 1 to 1000000"),
-        (["--max-model-len", "-1"], {}, "--max-model-len: must be a whole number from 0"),
+        # No request would fit.
+        (["--max-model-len", "1"], {}, "--max-model-len: must be 0 or a whole number from 2 to 2147483647, got '1'"),
         (["--watermark", "nan"], {}, "--watermark: must be a number from 0 to 0.5, got 'nan'"),
         (["--eviction-policy", "fifo"], {}, "--eviction-policy: invalid choice: 'fifo' (choose from"),
         (["--pipeline-depth", "3"], {}, "--pipeline-depth: must be a whole number from 1 to 2, got '3'"),

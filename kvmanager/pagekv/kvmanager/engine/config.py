@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagekv.common.flags import address, flag, flag_group, integer, number, power_of_two
+from pagekv.common.flags import address, flag, flag_group, integer, number, power_of_two, zero_or_integer
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
@@ -35,7 +35,8 @@ class EngineConfig:
     max_model_len: int = flag(
         "most tokens of a prompt and its output together; 0: as many as the model and the size of a step allow",
         default=0,
-        type=integer(0, 2**31 - 1),
+        # A sequence has a token of prompt and one of output.
+        type=zero_or_integer(2, 2**31 - 1),
         metavar="TOKENS",
     )
     # Preempted sequences wait too.
