@@ -194,6 +194,8 @@ class EngineLoop:
             blocks=model.num_device_blocks,
             host_blocks=model.num_host_blocks,
             block_size=model.block_size,
+            max_model_len=model.max_model_len,
+            max_running=limits.max_running,
             features=",".join(model.features),
             sampler=model.sampler,
         )

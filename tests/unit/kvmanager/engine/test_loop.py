@@ -7,7 +7,19 @@ import time
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import VOCAB, Bench, Link, command, config, described, expect, read, run, until
+from support.engine.engine_harness import (
+    DESCRIPTION,
+    VOCAB,
+    Bench,
+    Link,
+    command,
+    config,
+    described,
+    expect,
+    read,
+    run,
+    until,
+)
 from support.event_loop import in_event_loop, run_by
 
 from pagekv.common.errors import Draining, InvalidRequest, SequenceFailed, Unavailable
@@ -41,6 +53,19 @@ async def test_an_answer_that_nobody_asked_for_costs_an_epoch(engine: EngineLoop
     bench.link._wake()
     assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
     assert len(bench.attaches) == 2
+
+
+def test_the_log_says_what_flags_and_executor_allow_together(caplog: pytest.LogCaptureFixture) -> None:
+    """Both flags ask for more than the executor has."""
+    caplog.set_level("INFO")
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        pass
+
+    limits = replace(config().limits, max_running=65536)
+    run(body, max_model_len=10**6, limits=limits)
+    (line,) = (vars(record)["fields"] for record in caplog.records if record.getMessage() == "attached")
+    assert (line["max_model_len"], line["max_running"]) == (DESCRIPTION.max_model_len, DESCRIPTION.max_sequences)
 
 
 def test_graphs_that_could_not_be_recorded_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
