@@ -71,11 +71,14 @@ class CpuBackend:
         check_cpu_dtype(dtype)
         keep_freed_memory(KEPT_BYTES)
         self._waiting = Waiting()
-        most = threads or usable_cores()
+        cores = usable_cores()
+        most = threads or cores
         choice = [Way(most, True)] if threads else ways(most, can_sleep=most > 1 and self._waiting.can_sleep(2))
         self._all_threads = choice[0]
         self._use(self._all_threads)
         log.info("computing", instructions=instruction_set(DTYPES[dtype]), dtype=DTYPES[dtype], threads=most)
+        if threads > cores:
+            log.warning("more --threads than cores: they wait for each other", threads=threads, cores=cores)
         fingerprint = model_fingerprint(model_path)
         with memory_to_load(model_path):
             loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)

@@ -250,3 +250,14 @@ def test_the_start_says_what_computes(llama: Path, caplog: pytest.LogCaptureFixt
     found = line.fields  # type: ignore[attr-defined]  # added by Log
     assert found["instructions"].startswith(torch.backends.cpu.get_cpu_capability())
     assert (found["dtype"], found["threads"]) == (torch.bfloat16, 1)
+
+
+@pytest.mark.parametrize(("threads", "warned"), [(0, 0), (2, 0), (3, 1)])
+def test_more_threads_than_cores_are_warned_of(
+    llama: Path, threads: int, warned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pagekv.executor.cpu.backend.usable_cores", lambda: 2)
+    CpuBackend(llama, "m", threads=threads)
+    assert [vars(record)["fields"] for record in caplog.records if "--threads" in record.message] == [
+        {"threads": 3, "cores": 2}
+    ] * warned
