@@ -131,7 +131,8 @@ class ExecutorConfig:
     )
     # None: the backend's default.
     memory_share: float | None = flag(
-        "share of the memory left after profiling, 0.05 to 0.9, for the KV pool; default: 0.4 (cpu), 0.9 (cuda)",
+        "share of the memory left after profiling, 0.05 to 0.9, for the KV pool, if --kv-memory is 0; on CPUs the host "
+        "pool takes as much again, both together at most 0.9; default: 0.4 (cpu), 0.9 (cuda)",
         default=None,
         type=number(0.05, 0.9),
         metavar="SHARE",
@@ -151,7 +152,7 @@ class ExecutorConfig:
         metavar="SECONDS",
     )
     grace_s: float = flag(
-        "seconds, 0 to 3600, that the step under way gets to finish on SIGTERM",
+        "seconds, 0 to 3600, that steps already received, at most two, get to finish on SIGTERM",
         default=10.0,
         type=number(0, 3600),
         metavar="SECONDS",

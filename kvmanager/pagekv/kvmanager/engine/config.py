@@ -26,8 +26,8 @@ class EngineConfig:
         metavar="N",
     )
     num_host_blocks: int = flag(
-        "blocks in the host pool, which keeps the keys and values of preempted sequences; 0: as many as the "
-        "executor allows",
+        "blocks in the host pool, which keeps preempted sequences (unless --preemption recompute) and evicted blocks "
+        "(with --write-back); 0: as many as the executor allows",
         default=0,
         type=integer(0, 2**30),
         metavar="N",
@@ -47,8 +47,8 @@ class EngineConfig:
     # as may wait by default, so that only clients that do not read reach this bound.
     max_unread: int = 4096
     priority_aging: int = flag(
-        "0 to 1000000: a waiting request is overtaken by fewer than this many later ones for each level of "
-        "priority; 0: by any number",
+        "0 to 1000000: fewer than this many later requests overtake a waiting one for each level by which their "
+        "priority is better, so 1 leaves the order of arrival between neighbouring levels; 0: any number overtake it",
         default=256,
         type=integer(0, 10**6),
         metavar="N",

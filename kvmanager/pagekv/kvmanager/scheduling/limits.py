@@ -17,7 +17,12 @@ class SchedulerLimits:
     max_batch_tokens: int = flag(
         "most tokens that one step computes", default=2048, type=integer(1, 65536), metavar="TOKENS"
     )
-    max_running: int = flag("most sequences that run at a time", default=256, type=integer(1, 65536), metavar="N")
+    max_running: int = flag(
+        "most sequences that run at a time; fewer if the executor's --max-sequences is lower",
+        default=256,
+        type=integer(1, 65536),
+        metavar="N",
+    )
     watermark: float = flag(
         "share of the pool, 0 to 0.5, that new requests leave free for running ones to grow",
         default=0.01,
