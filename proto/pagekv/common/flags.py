@@ -313,7 +313,7 @@ def zero_or_integer(low: int, high: int) -> Callable[[str], int]:
 
 def number(low: float, high: float) -> Callable[[str], float]:
     """A type for finite numbers from `low` to `high`, both included."""
-    return _bounded(float, low, high, f"a number from {low:g} to {high:g}")
+    return _bounded(float, low, high, f"a number from {low:.15g} to {high:.15g}")
 
 
 def power_of_two(low: int, high: int) -> Callable[[str], int]:

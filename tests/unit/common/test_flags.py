@@ -165,6 +165,11 @@ def test_types_take_what_is_within_bounds(check: object, good: str, value: objec
             check(text)
 
 
+def test_large_bounds_are_written_out() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^must be a number from 0\.001 to 1000000, got '0'$"):
+        number(0.001, 1e6)("0")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
