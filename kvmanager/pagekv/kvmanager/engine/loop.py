@@ -179,6 +179,9 @@ class EngineLoop:
         # Logged once, and not again with every executor that comes back.
         if model.max_model_len < wanted and (told is None or told.max_model_len != model.max_model_len):
             log.warning("longer sequences do not fit into a step", tokens=model.max_model_len, wanted=wanted)
+        asked = limits.write_back or limits.swap.mode == "swap"
+        if asked and not model.num_host_blocks and (told is None or told.num_host_blocks):
+            log.warning("the executor offers no host pool: --preemption swap and --write-back have no effect")
         state.model = model
         state.epochs += 1
         state.attached = True

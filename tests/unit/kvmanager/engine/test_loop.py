@@ -68,6 +68,28 @@ def test_the_log_says_what_flags_and_executor_allow_together(caplog: pytest.LogC
     assert (line["max_model_len"], line["max_running"]) == (DESCRIPTION.max_model_len, DESCRIPTION.max_sequences)
 
 
+@pytest.mark.parametrize(
+    ("mode", "write_back", "warned"), [("swap", False, 2), ("recompute", True, 2), ("auto", False, 0)]
+)
+def test_a_host_pool_that_only_flags_ask_for_is_warned_of_whenever_it_is_gone(
+    mode: str, write_back: bool, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first executor has none, the second has one, and the last two have none."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        for each in (described(host_kv_bytes=8), DESCRIPTION, DESCRIPTION):
+            bench.description = each
+            epochs = engine._state.epochs
+            assert bench.link is not None
+            bench.link.lose()
+            while engine._state.epochs == epochs:  # noqa: ASYNC110  # sets no event
+                await asyncio.sleep(0.005)
+
+    run(body, limits=replace(config().limits, swap=SwapPolicy(mode), write_back=write_back))
+    told = [record.getMessage() for record in caplog.records if "host pool" in record.getMessage()]
+    assert told == ["the executor offers no host pool: --preemption swap and --write-back have no effect"] * warned
+
+
 def test_graphs_that_could_not_be_recorded_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
     """Counted anew with every executor that is attached."""
 
