@@ -13,6 +13,9 @@ log = Log(__name__)
 
 # Seconds between two checks of the files: a rotation need not be noticed sooner.
 INTERVAL_S = 1.0
+# Checks after which files that could not be used are read again, although they have not changed: a certificate may have
+# become valid, or a descriptor free.
+RETRY_CHECKS = 10
 
 _State = tuple[tuple[int, ...] | None, ...]
 
@@ -32,31 +35,44 @@ class WatchedFiles:
         self._paths = tuple(paths)
         self._reload = reload
         self._read = self._state()
+        # Words of the error for which the present files are not in use; empty if they are.
+        self._error = ""
 
     async def watch(self, interval_s: float = INTERVAL_S) -> None:
         """Checks the files every `interval_s` seconds, for ever. Files that have changed are reloaded when they have
         stayed the same for one interval, because a certificate and its key are not replaced at the same moment. If they
-        cannot be used, the former content stays in use, and the error is logged and counted.
+        cannot be used, the former content stays in use, the error is logged and counted, and the files are tried again
+        every `RETRY_CHECKS` intervals, which logs only another error.
         """
         seen = self._read
+        checks = 0
         while True:
             await asyncio.sleep(interval_s)
             now = self._state()
-            if now == seen and now != self._read:
+            checks += 1
+            if now == seen and (now != self._read or (self._error and checks >= RETRY_CHECKS)):
+                checks = 0
+                await self._reload_now(changed=now != self._read)
                 self._read = now
-                try:
-                    apply = await asyncio.to_thread(self._reload)
-                    if apply is not None:
-                        apply()
-                except Exception as error:
-                    # Errors of any kind: if the watch ended, old keys and certificates would stay in use for ever.
-                    self.failures += 1
-                    known = isinstance(error, (OSError, ValueError))
-                    words = "files have changed and cannot be used; the earlier content stays in force"
-                    log.error(words, error=error, exc_info=None if known else error)
-                else:
-                    log.info("files have changed and were read again", what=self.what)
             seen = now
+
+    async def _reload_now(self, *, changed: bool) -> None:
+        try:
+            apply = await asyncio.to_thread(self._reload)
+            if apply is not None:
+                apply()
+        except Exception as error:
+            # Errors of any kind: if the watch ended, old keys and certificates would stay in use for ever.
+            if changed:
+                self.failures += 1
+            if changed or repr(error) != self._error:
+                known = isinstance(error, (OSError, ValueError))
+                words = "files have changed and cannot be used; the earlier content stays in force"
+                log.error(words, error=error, exc_info=None if known else error)
+            self._error = repr(error)
+        else:
+            self._error = ""
+            log.info("files have changed and were read again", what=self.what)
 
     def _state(self) -> _State:
         return tuple(_state_of(path) for path in self._paths)

@@ -59,8 +59,33 @@ async def test_an_error_of_any_kind_ends_no_watch(tmp_path: Path, caplog: pytest
     path.write_text("bad")
     await until(lambda: files.failures == 1)
     path.write_text("good")
-    await until(lambda: seen == ["bad", "good"])
+    await until(lambda: seen[-1] == "good")
     assert "nobody thought of it" in caplog.text
+    watching.cancel()
+
+
+@in_event_loop
+async def test_files_that_could_not_be_used_are_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of a certificate that is not valid yet, or that came while the process had no descriptor left."""
+    path = tmp_path / "a"
+    path.write_text("1")
+    errors = ["not valid yet", "not valid yet", "no descriptor left"]
+    read: list[str] = []
+
+    def reload() -> None:
+        if errors:
+            raise ValueError(errors.pop(0))
+        read.append(path.read_text())
+
+    files = WatchedFiles("test", [path], reload)
+    watching = asyncio.create_task(files.watch(0.01))
+    path.write_text("22")
+    await until(lambda: bool(read))
+    await asyncio.sleep(0.3)
+    assert read == ["22"]
+    assert files.failures == 1
+    logged = [str(vars(record)["fields"]["error"]) for record in caplog.records if record.levelname == "ERROR"]
+    assert logged == ["not valid yet", "no descriptor left"]
     watching.cancel()
 
 
