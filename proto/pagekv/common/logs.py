@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import select
 import sys
 import time
 from collections.abc import MutableMapping
-from typing import Any
+from copy import copy
+from typing import Any, TextIO
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -45,16 +48,50 @@ def _quote(value: Any) -> str:
     return json.dumps(text) if any(c.isspace() or c == '"' for c in text) else text
 
 
-class _QuietStreamHandler(logging.StreamHandler[Any]):
-    """Loses lines that cannot be written: a full disk or a closed pipe behind standard error must not stop serving."""
+class _LossyHandler(logging.Handler):
+    """Writes lines to standard error without waiting for the reader of a pipe or a socket, or for a stopped terminal.
+    Lines without room, also on a full disk, are lost, so that serving does not stop; the next line says how many.
+    """
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lost = 0
+        # Whether the last line was written only in part.
+        self._cut = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self._lost:
+                record = copy(record)
+                record.fields = getattr(record, "fields", {}) | {"lines_lost_before": self._lost}
+            whole = self._write(("\n" if self._cut else "") + self.format(record) + "\n")
+        except Exception:
+            whole = False
+        self._lost = 0 if whole else self._lost + 1
+
+    def _write(self, text: str) -> bool:
+        """Whether there was room for the whole text. Raises OSError."""
+        try:
+            file = self._stream.fileno()
+        except OSError:
+            # No file of the system.
+            self._stream.write(text)
+            return True
+        data = text.encode(self._stream.encoding, "backslashreplace")
+        room = select.poll()
+        room.register(file, select.POLLOUT)
+        # A pipe with room takes so many bytes at once. Standard error is not made non-blocking, because that would hold
+        # for all processes that share it.
+        while data and room.poll(0):
+            data = data[os.write(file, data[: select.PIPE_BUF]) :]
+            self._cut = bool(data)
+        return not data
 
 
 def setup_logs(service: str, level: str, fmt: str) -> None:
     """Sends the process's logs to standard error. `level` is one of LOG_LEVELS, `fmt` one of LOG_FORMATS."""
-    handler = _QuietStreamHandler(sys.stderr)
+    handler = _LossyHandler(sys.stderr)
     handler.setFormatter(_Formatter(service, fmt == "json"))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -61,3 +63,40 @@ def test_a_full_disk_loses_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stderr", FullDisk())
     setup_logs("manager", "info", "text")
     Log("here").warning("lost")
+
+
+@pytest.mark.parametrize("fmt", LOG_FORMATS)
+def test_a_pipe_that_nobody_reads_loses_lines_and_holds_up_nobody(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_lines() -> None:
+        for n in range(100):
+            Log("here").info("flood", n=n, text="x" * 9000)
+
+    reading, writing = os.pipe()
+    with open(writing, "w") as stderr, open(reading, "rb", buffering=0) as reader:
+        monkeypatch.setattr("sys.stderr", stderr)
+        setup_logs("manager", "info", fmt)
+        # Longer than a pipe takes at once, and no divisor of its room of 16 pages: one line is written in part.
+        flood = threading.Thread(target=write_lines, daemon=True)
+        flood.start()
+        flood.join(10)
+        assert not flood.is_alive()
+        first = reader.read(2**20)
+        Log("here").info("read again")
+        Log("here").info("and again")
+        lines = (first + reader.read(2**20)).decode().splitlines()
+    whole = sum("flood" in line and len(line) > 9000 for line in lines)
+    assert 3 <= whole <= 10
+    for line, lost in ((lines[-2], f"lines_lost_before={100 - whole}"), (lines[-1], "")):
+        if fmt == "json":
+            assert json.loads(line).get("lines_lost_before", 0) == (100 - whole if lost else 0)
+        else:
+            assert line.endswith(f" again {lost}" if lost else " again")
+
+
+def test_a_reader_that_is_gone_loses_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        setup_logs("manager", "info", "text")
+        Log("here").warning("lost")
