@@ -11,7 +11,7 @@ import ssl
 import stat
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,19 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
+from pagekv.common.logs import Log
 from pagekv.common.tls_flags import TlsConfig
 from pagekv.common.watched_files import WatchedFiles
+
+log = Log(__name__)
 
 # Most bytes of a file.
 MAX_FILE_BYTES = 2**20
 # Seconds before gRPC gets a new certificate. A handshake takes the certificate microseconds after asking, or later if
 # its thread has to wait for a core.
 BEFORE_CHANGE_S = 0.1
+# A certificate that ends within this time is warned of, and a short-lived one in the last quarter of its life.
+SOON = timedelta(days=14)
 
 
 class TlsError(ValueError):
@@ -45,8 +50,8 @@ class _Material:
     # Certificate and key that this process shows as a client.
     peer_chain: bytes
     peer_key: bytes
-    # Earliest expiry of the process's own certificates; None without one.
-    not_after: datetime | None
+    # The first to end of the process's own certificates, and its file; None without one.
+    ends_first: tuple[x509.Certificate, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,9 @@ class Tls:
         paths = [config.tls_cert, config.tls_key, config.tls_client_ca, peer_ca[1]]
         if peer_pair is not None:
             paths += [peer_pair.cert, peer_pair.key]
-        self.files = WatchedFiles("TLS", [Path(path) for path in paths if path], self._load)
+        # 1 once it was logged that a certificate ends soon, 2 that it has ended.
+        self._warned = 0
+        self.files = WatchedFiles("TLS", [Path(path) for path in paths if path], self._load, self._warn_of_end)
         self._load()
 
     def _load(self) -> None:
@@ -96,7 +103,24 @@ class Tls:
     @property
     def not_after(self) -> datetime | None:
         """Earliest expiry of the process's own certificates; None without one."""
-        return self._material.not_after
+        ends_first = self._material.ends_first
+        return ends_first[0].not_valid_after_utc if ends_first is not None else None
+
+    def _warn_of_end(self) -> None:
+        """Logs once that a certificate in use ends soon, and once that it has ended, which nothing else would say:
+        whoever refuses it is on the other side.
+        """
+        if self._material.ends_first is None:
+            return
+        certificate, path = self._material.ends_first
+        end = certificate.not_valid_after_utc
+        left = end - datetime.now(UTC)
+        stage = (left < min(SOON, (end - certificate.not_valid_before_utc) / 4)) + (left < timedelta(0))
+        if stage > self._warned:
+            words = ("the certificate ends soon", "the certificate has ended, new connections fail")[stage - 1]
+            write = (log.warning, log.error)[stage - 1]
+            write(f"{words}: put a renewed one in its place", file=path, end=f"{end:%Y-%m-%d %H:%M} UTC")
+        self._warned = stage
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials for a gRPC port, which asks at each handshake for a new certificate. Call if `serves`."""
@@ -164,18 +188,19 @@ class Tls:
 
 def _read_all(config: TlsConfig, peer_ca: tuple[str, str], peer_pair: PairFiles | None) -> _Material:
     chain = key = client_ca = b""
-    ends = []
+    own: list[tuple[x509.Certificate, str]] = []
     if config.tls_cert:
-        chain, key, end = _read_pair(PairFiles("tls-cert", config.tls_cert, "tls-key", config.tls_key))
-        ends.append(end)
+        chain, key, leaf = _read_pair(PairFiles("tls-cert", config.tls_cert, "tls-key", config.tls_key))
+        own.append((leaf, config.tls_cert))
     if config.tls_client_ca:
         client_ca = _authorities("tls-client-ca", config.tls_client_ca)
     peer_chain, peer_key = chain, key
     if peer_pair is not None:
-        peer_chain, peer_key, end = _read_pair(peer_pair)
-        ends.append(end)
+        peer_chain, peer_key, leaf = _read_pair(peer_pair)
+        own.append((leaf, peer_pair.cert))
     authorities = _authorities(*peer_ca) if peer_ca[1] else b""
-    return _Material(chain, key, client_ca, authorities, peer_chain, peer_key, min(ends, default=None))
+    ends_first = min(own, key=lambda pair: pair[0].not_valid_after_utc, default=None)
+    return _Material(chain, key, client_ca, authorities, peer_chain, peer_key, ends_first)
 
 
 def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
@@ -205,8 +230,8 @@ def _certificates(flag: str, path: str, data: bytes) -> list[x509.Certificate]:
         raise TlsError(f"--{flag} {path}: must be certificates in PEM") from error
 
 
-def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
-    """Certificate, key and expiry. Raises TlsError unless the certificate is valid now and has this key."""
+def _read_pair(files: PairFiles) -> tuple[bytes, bytes, x509.Certificate]:
+    """Chain, key and the certificate itself. Raises TlsError unless the certificate is valid now and has this key."""
     chain = _read(files.cert_flag, files.cert)
     key = _read(files.key_flag, files.key, secret=True)
     certificate = _certificates(files.cert_flag, files.cert, chain)[0]
@@ -223,7 +248,7 @@ def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
     if not same:
         raise TlsError(f"--{files.key_flag} {files.key}: is not the key of the certificate in {files.cert}")
     _check_time(files.cert_flag, files.cert, certificate)
-    return chain, key, certificate.not_valid_after_utc
+    return chain, key, certificate
 
 
 def _authorities(flag: str, path: str) -> bytes:

@@ -23,17 +23,25 @@ _State = tuple[tuple[int, ...] | None, ...]
 class WatchedFiles:
     """Several files that are one configuration, such as a certificate and its key."""
 
-    def __init__(self, what: str, paths: Iterable[Path], reload: Callable[[], Callable[[], None] | None]) -> None:
+    def __init__(
+        self,
+        what: str,
+        paths: Iterable[Path],
+        reload: Callable[[], Callable[[], None] | None],
+        at_each_check: Callable[[], None] = lambda: None,
+    ) -> None:
         """To be made before the files are read for the first time, so that no change is missed.
 
         `what` names the configuration in logs and metrics. `reload` reads the files and applies them. If they cannot be
         used, it raises ValueError or OSError and changes nothing. It is called on another thread. It may return a
-        function that does the rest on the event loop, and that may raise in the same way.
+        function that does the rest on the event loop, and that may raise in the same way. `at_each_check` is called
+        then on the event loop, whether files have changed or not.
         """
         self.what = what
         self.failures = 0
         self._paths = tuple(paths)
         self._reload = reload
+        self._at_each_check = at_each_check
         self._read = self._state()
         # Words of the error for which the present files are not in use; empty if they are.
         self._error = ""
@@ -48,6 +56,7 @@ class WatchedFiles:
         checks = 0
         while True:
             await asyncio.sleep(interval_s)
+            self._at_each_check()
             now = self._state()
             checks += 1
             if now == seen and (now != self._read or (self._error and checks >= RETRY_CHECKS)):

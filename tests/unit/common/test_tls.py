@@ -123,6 +123,44 @@ async def test_a_rotation_holds_for_new_connections_and_breaks_none(authority: A
 
 
 @in_event_loop
+async def test_the_log_warns_of_the_end_of_a_certificate(
+    authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor has no metric that would, and the reason why a handshake failed is known to the other side alone."""
+    now = datetime.now(UTC)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return now
+
+    def logged() -> list[str]:
+        return [each.levelname for each in caplog.records]
+
+    monkeypatch.setattr("pagekv.common.tls.datetime", Clock)
+    pair = authority.pair("server", until=timedelta(days=20))
+    tls = Tls(config_of(pair))
+    watching = asyncio.create_task(tls.files.watch(0.01))
+    await asyncio.sleep(0.2)
+    assert logged() == []
+    now += timedelta(days=16)
+    await until(lambda: logged() == ["WARNING"])
+    now += timedelta(days=5)
+    await until(lambda: logged() == ["WARNING", "ERROR"])
+    assert [vars(each)["fields"]["file"] for each in caplog.records] == [str(pair.cert)] * 2
+    assert "ends soon" in caplog.records[0].message
+    assert "has ended, new connections fail" in caplog.records[1].message
+    authority.pair("server", until=timedelta(days=30))
+    await until(lambda: tls.not_after is not None and tls.not_after > now)
+    caplog.clear()
+    await asyncio.sleep(0.1)
+    assert logged() == []
+    now += timedelta(days=2)
+    await until(lambda: logged() == ["WARNING"])
+    watching.cancel()
+
+
+@in_event_loop
 async def test_connections_from_many_threads_do_not_end_a_process_that_rotates(
     authority: Authority, tmp_path: Path
 ) -> None:
