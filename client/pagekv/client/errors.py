@@ -127,6 +127,12 @@ _HANDSHAKES = (
         "local issuer certificate",
         "its certificate is not signed by an authority trusted here: name its authority with --ca (ca= in Python)",
     ),
+    (
+        # Of an authority with the same name and another key.
+        "certificate signature failure",
+        "its certificate is signed by another authority than the one given here (--ca; ca= in Python), which has the "
+        "same name",
+    ),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate was refused"),
     (
         "Hostname Verification Check failed",

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.clients.certificates import Authority
 from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client import AsyncPageKVClient, InvalidRequest, PageKVClient, Unreachable
@@ -89,6 +90,16 @@ def test_a_client_certificate_of_another_authority_is_refused(
     files = files_of(tmp_path) | {"ca": certificates / "ca.pem"}
     with pytest.raises(Unreachable, match="of an authority that it trusts"):
         make_client(secure_server.target, **files).stats()
+
+
+def test_an_authority_of_the_same_name_is_told_apart(make_client: Any, tmp_path: Path) -> None:
+    """As one that was made anew. Until then the error asked whether the manager runs."""
+    Authority(tmp_path).pair("manager")
+    (tmp_path / "anew").mkdir()
+    anew = Authority(tmp_path / "anew").ca
+    for server in served_with(tmp_path, "manager"):
+        with pytest.raises(Unreachable, match="signed by another authority than the one given here"):
+            make_client(server.target, ca=anew).stats()
 
 
 def test_a_manager_without_tls_is_told_apart(server: ScriptedServer, certificates: Path, make_client: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -202,7 +203,7 @@ def _refusals(method: str, target: str, asked: tuple[int, int] | None = None) ->
         words = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             for said, meaning in _MEANINGS.items():
-                if said in words:
+                if re.search(said, words):
                     raise NoExecutor(meaning.format(target)) from error
         if error.code() is grpc.StatusCode.UNIMPLEMENTED and not _has_details(error):
             raise NoExecutor(
@@ -214,8 +215,8 @@ def _refusals(method: str, target: str, asked: tuple[int, int] | None = None) ->
         raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
 
 
-# gRPC's words for an address where no executor answers, and the explanation for the operator. Other words, such as
-# those of TLS, say what is wrong.
+# gRPC's words (regular expressions) for an address where no executor answers, and the explanation for the operator. A
+# server that wants TLS, or another certificate, closes the connection without a reason.
 _NAME_IT = "name the executor's address with --executor"
 _START_ONE = "start a pagekv-executor with --listen {0}, or name another address with --executor"
 _MEANINGS = {
@@ -224,6 +225,15 @@ _MEANINGS = {
     "Domain name not found": "no address is known for the name in {0}: check its spelling, or name another address "
     "with --executor",
     "Trying to connect an http1.x server": f"the server at {{0}} does not speak gRPC: {_NAME_IT}",
+    "WRONG_VERSION_NUMBER": "the executor at {0} answers without TLS: give it --tls-cert, or leave --executor-ca out",
+    "certificate has expired": "the certificate of the executor at {0}, or that of its authority, has expired",
+    "local issuer certificate|certificate signature failure": "the certificate of the executor at {0} is not signed by "
+    "an authority in --executor-ca",
+    "Hostname Verification Check failed": "the certificate of the executor at {0} is not for this name: name it with "
+    "--executor as its certificate does",
+    "failed to connect .*Socket closed": "the executor at {0} closes every connection at once: it wants TLS "
+    "(--executor-ca), or a certificate that has not expired and is signed by an authority in its --tls-client-ca "
+    "(--executor-cert, else --tls-cert)",
 }
 
 # Statuses that blame no step: the epoch is another manager's, or older than a new one.

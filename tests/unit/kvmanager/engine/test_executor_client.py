@@ -7,11 +7,14 @@ from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import pytest
+from support.clients.certificates import Authority, client_credentials
 from support.engine.fake_engine import MODEL
 from support.engine.replaced_status import OF_THE_WRITE, SENT, ReplacedStatus
 from support.event_loop import in_event_loop
@@ -90,6 +93,42 @@ def test_an_address_where_nothing_answers(target: str, words: str) -> None:
 
     with pytest.raises(NoExecutor, match=words):
         asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no TLS here", "closes every connection at once: it wants TLS .--executor-ca., or"),
+        ("no TLS there", "answers without TLS: give it --tls-cert, or leave --executor-ca out"),
+        ("shows nothing", "closes every connection at once: it wants TLS .* --tls-client-ca .--executor-cert, else"),
+        ("another authority", "is not signed by an authority in --executor-ca"),
+        ("an authority of the same name", "is not signed by an authority in --executor-ca"),
+        ("expired", "or that of its authority, has expired"),
+    ],
+)
+@in_event_loop
+async def test_a_refused_handshake_says_what_to_do(case: str, words: str, tmp_path: Path) -> None:
+    signer = Authority(tmp_path)
+    (tmp_path / "other").mkdir()
+    same_name, stranger = Authority(tmp_path / "other"), Authority(tmp_path, "stranger")
+    ends = timedelta(days=-1 if case == "expired" else 30)
+    pair, own = signer.pair("executor", since=timedelta(days=-3), until=ends), signer.pair("manager")
+    server = grpc.aio.server()
+    pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(grpc.StatusCode.OK), server)
+    shown = [(pair.key_pem, pair.pem)]
+    port = (
+        server.add_insecure_port("localhost:0")
+        if case == "no TLS there"
+        else server.add_secure_port("localhost:0", grpc.ssl_server_credentials(shown, signer.ca.read_bytes(), True))
+    )
+    await server.start()
+    trusted = {"another authority": stranger, "an authority of the same name": same_name}.get(case, signer)
+    credentials = client_credentials(trusted.ca, None if case == "shows nothing" else own)
+    link = ExecutorLink(f"localhost:{port}", lambda: None, None if case == "no TLS here" else credentials)
+    with pytest.raises(NoExecutor, match=words):
+        await link.describe(16, 512)
+    await link.close()
+    await server.stop(None)
 
 
 @in_event_loop
