@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, TextIO
@@ -72,6 +73,17 @@ class Terminal:
     def note(self, text: str) -> None:
         """Lines for a person, dimmed, on standard error."""
         self._write_error(self.dim(_printable_lines(text)))
+
+    def last_note(self, text: str) -> None:
+        """A note of a command that was asked to end. It is lost if the terminal or the pipe is closed."""
+        with suppress(OSError):
+            self.note(text)
+        for stream in (self.out, self.err):
+            try:
+                stream.flush()
+            except OSError:
+                # Otherwise Python would try again at exit, and end with another status.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     def error(self, text: str) -> None:
         """Lines that say what went wrong, on standard error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 
@@ -67,6 +68,20 @@ def test_an_aside_adds_nothing_to_the_result(monkeypatch: pytest.MonkeyPatch) ->
         terminal.aside("wait")
         terminal.write(" line")
         assert (out.getvalue(), err.getvalue()) == ("half a line", f"{before}wait\n")
+
+
+def test_a_last_note_may_find_closed_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in the streams that would fail at exit."""
+    pipes = [os.pipe(), os.pipe()]
+    for read, _ in pipes:
+        os.close(read)
+    (_, out_end), (_, err_end) = pipes
+    with open(out_end, "w") as out, open(err_end, "w") as err:
+        out.write("half a line")
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        Terminal().last_note("stopped")
+    # Leaving `with` flushes them, as the end of a process does.
 
 
 def test_tables_and_times() -> None:

@@ -324,15 +324,20 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     stack = Stack(config if args.verbose else replace(config, on_log=show_error))
     with StopSignals(stack) as signals, stack:
         stack.start()
-        if wait_ready(stack, args, terminal, signals.wait):
-            serving.set()
-            announce(stack, args, terminal)
-            while not signals.wait(_WATCH_S):
-                for report in stack.new_deaths():
-                    terminal.note(f"{report}\nthe other pairs go on")
-        terminal.note("stopping: running streams may finish (Ctrl-C again kills)")
+        try:
+            if wait_ready(stack, args, terminal, signals.wait):
+                serving.set()
+                announce(stack, args, terminal)
+                while not signals.wait(_WATCH_S):
+                    for report in stack.new_deaths():
+                        terminal.note(f"{report}\nthe other pairs go on")
+        except OSError:
+            # A terminal that is closed takes no more words, and its signal may come a moment later.
+            if not signals.wait(_WATCH_S):
+                raise
+        terminal.last_note("stopping: running streams may finish (Ctrl-C again kills)")
     if not args.json:
-        terminal.note("stopped")
+        terminal.last_note("stopped")
     return 0
 
 

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -187,6 +189,37 @@ def test_the_signals_that_the_documentation_names_end_up_with_status_0(
     name = "Ctrl-C" if signum == signal.SIGINT else signum.name
     assert re.search(rf"{name} (or SIGHUP )?of `pagekv up`", row)
     assert "after Ctrl-C of pagekv up, and" in EXIT_STATUS
+
+
+@pytest.mark.parametrize("moment", ["starting", "serving"])
+def test_the_end_of_the_terminal_ends_up_with_status_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Nothing can be written any more, and the signal comes a little later."""
+    ours, theirs = os.openpty()
+    known = Stack.phases
+
+    def close() -> None:
+        os.close(ours)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGHUP)).start()
+
+    def phases(stack: Stack) -> list[tuple[str, str, int | None]]:
+        if moment == "starting" and (found := known(stack)):
+            monkeypatch.setattr(Stack, "phases", known)
+            close()
+            return found
+        return known(stack)
+
+    monkeypatch.setattr(Stack, "phases", phases)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under `nohup` ignore it
+    try:
+        # Closing it flushes it, as the end of a process does, whose status a failure would change.
+        with open(theirs, "w") as terminal, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            wanted = config(tmp_path / "journal", executor="slow" if moment == "starting" else "serve")
+            run_up(monkeypatch, wanted, lambda stack: close() if moment == "serving" else pytest.fail("ready"))
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_stack_runs_until_a_signal_and_is_stopped(
