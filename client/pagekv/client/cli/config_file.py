@@ -31,7 +31,8 @@ def read_config(path: Path) -> dict[str, str]:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            found = tomllib.load(file)
+            # Editors on Windows begin a file with a byte order mark.
+            found = tomllib.loads(file.read().decode().removeprefix("\ufeff"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:

@@ -56,7 +56,7 @@ def list_identities(path: Path) -> list[ListedIdentity]:
 def add_key(
     path: Path, name: str, key: str, roles: Sequence[str], tenant: str = "", act_for: Sequence[str] = ()
 ) -> None:
-    """Adds a key to the file, and creates the file if there is none; the rest of the file is unchanged. `tenant` is the
+    """Adds a key to the file, and creates the file if there is none; the rest of its text is unchanged. `tenant` is the
     tenant of the caller's calls, if empty a tenant with the caller's name; `act_for` are tenants that it may name
     instead. Raises PageKVError, also if a caller has the name already.
     """
@@ -99,7 +99,8 @@ def _read(path: Path) -> str:
     if os.path.exists(path) and not os.path.isfile(path):
         raise PageKVError(f"{path}: must be a regular file")
     try:
-        return path.read_text("utf-8")
+        # Editors on Windows begin a file with a byte order mark, which TOML has not.
+        return path.read_text("utf-8-sig")
     except OSError as error:
         raise PageKVError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

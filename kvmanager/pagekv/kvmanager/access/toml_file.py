@@ -24,7 +24,8 @@ def read_toml(path: Path, *, secret: bool = False) -> dict[str, Any]:
     """The tables of a file. A `secret` file must not be open to other users. Raises TomlFileError."""
     text = _read(path, secret=secret)
     try:
-        return tomllib.loads(text.decode())
+        # Editors on Windows begin a file with a byte order mark.
+        return tomllib.loads(text.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         raise TomlFileError(f"must be UTF-8, byte {error.start} is not") from error
     except RecursionError as error:

@@ -37,6 +37,10 @@ def test_none_is_no_mistake(path: Path) -> None:
     assert read_config(path / "below a file") == {}
 
 
+def test_a_byte_order_mark_is_passed_over(path: Path) -> None:
+    assert read_config(write(path, '\ufefftarget = "a:1"')) == {"target": "a:1"}
+
+
 def test_paths_begin_where_the_file_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     text = 'target = "a:1"\napi_key = "k"\nca = "ca.pem"\nclient_cert = "~/c.pem"\nclient_key = "/c.key"\n'

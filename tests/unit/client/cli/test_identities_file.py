@@ -28,9 +28,10 @@ def test_a_file_is_made_for_its_owner_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n# the end"])
-def test_what_is_there_stays(path: Path, end: str) -> None:
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_what_is_there_stays(path: Path, end: str, mark: str) -> None:
     before = f'# ours\n[keys."old one"]\nsha256 = "00"\nroles = []\n[certificates.x]\nsubject = "CN=x"{end}'
-    path.write_text(before)
+    path.write_text(mark + before)
     path.chmod(0o640)
     add_key(path, "alice", "secret", ["observe"])
     assert path.read_text().startswith(before)

@@ -20,6 +20,8 @@ def written(folder: Path, text: str | bytes, mode: int = 0o600) -> Path:
 def test_tables_are_read(tmp_path: Path) -> None:
     assert read_toml(written(tmp_path, "[a.b]\nc = 1")) == {"a": {"b": {"c": 1}}}
     assert read_toml(written(tmp_path, "")) == {}
+    # Editors on Windows begin a file with a byte order mark.
+    assert read_toml(written(tmp_path, "\ufeffa = 1")) == {"a": 1}
 
 
 @pytest.mark.parametrize(
