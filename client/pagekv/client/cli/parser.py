@@ -95,7 +95,7 @@ def read_identity(args: argparse.Namespace) -> dict[str, Any]:
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
     """The prompt from the command line, or from standard input without its last newline. Raises UsageError unless
-    exactly one prompt is given.
+    exactly one prompt is given, and if it cannot be read.
     """
     if (args.prompt is None) == (args.token_ids is None):
         raise UsageError("exactly one of PROMPT and --token-ids is required")
@@ -103,4 +103,14 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         ids: list[int] = args.token_ids
         return ids
     # A shell does the same with the output of a command. A newline that is kept would be a token of the prompt.
-    return sys.stdin.read().removesuffix("\n") if args.prompt == "-" else str(args.prompt)
+    return from_input(sys.stdin.read).removesuffix("\n") if args.prompt == "-" else str(args.prompt)
+
+
+def from_input(read: Callable[[], str]) -> str:
+    """The text that `read` takes from standard input. Raises UsageError if the bytes are not in the encoding that
+    Python was told to use.
+    """
+    try:
+        return read()
+    except ValueError as error:
+        raise UsageError(f"standard input cannot be read as {sys.stdin.encoding}: {error}") from error

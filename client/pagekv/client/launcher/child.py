@@ -53,7 +53,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                text=True,
+                encoding="utf-8",
                 errors="replace",
                 env=_environment(),
                 # Ctrl-C in the terminal must reach only this process, which stops its children in order.
@@ -123,8 +123,8 @@ def _signal_name(number: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the children: this process's, with the same module path, and the variable that makes them end
-    with this process.
+    """The environment of the children: this process's, with the same module path, a known encoding, and the variable
+    that makes them end with this process.
     """
     # A script's directory or `python -c`, whose entry for the working directory is empty, may have put entries on
     # sys.path, which the children get by environment variable.
@@ -133,5 +133,7 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         ENDS_WITH_PARENT: "1",
+        # The log is read as UTF-8, also where the user's terminal wants something else.
+        "PYTHONIOENCODING": "utf-8",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])])),
     }

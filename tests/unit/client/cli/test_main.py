@@ -253,6 +253,20 @@ def test_input_that_is_no_text_is_refused_by_its_field() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+@pytest.mark.parametrize("command", [["tokenize", "-"], ["chat"]])
+def test_input_in_another_encoding_than_wanted_is_refused(
+    server: ScriptedServer, encoding: str, command: list[str]
+) -> None:
+    if command == ["chat"]:
+        server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    line = [sys.executable, "-m", "pagekv.client.cli", *command, "--target", server.target]
+    env = {**environment(), "PYTHONIOENCODING": encoding}
+    done = subprocess.run(line, env=env, input=b"text", capture_output=True, timeout=120)
+    assert done.stderr.decode(encoding).startswith(f"pagekv: standard input cannot be read as {encoding}: ")
+    assert (done.returncode, done.stderr.decode(encoding).count("\n")) == (2, 1)
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_text_is_shown_where_the_output_has_not_all_of_its_characters(server: ScriptedServer, encoding: str) -> None:
     server.expect("Detokenize", pb.DetokenizeResponse(text="ä 漢"))

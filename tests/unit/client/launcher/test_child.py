@@ -38,6 +38,14 @@ def test_the_colours_of_a_log_are_left_out(tmp_path: Path) -> None:
     assert [*child.lines] == ["02:52  WARN a\x1b[2Jb"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_the_log_has_an_encoding_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    child = Child("executor", [sys.executable, "-c", r"print('\xe4')"], lambda: False, tmp_path / "port", None)
+    child.wait_until(time.monotonic() + 120)
+    assert [*child.lines] == ["ä"]
+
+
 def test_of_a_torchrun_that_a_rank_ended_the_words_of_the_rank_are_told(tmp_path: Path) -> None:
     banner = r"print('', '*' * 41, 'Setting OMP_NUM_THREADS environment variable', '*' * 41, sep='\n')"
     script = "print('no such flag', 'W1128 Received 15 death signal, shutting down', 'Traceback', sep='\\n'); exit(1)"

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from pagekv.client.cli.connection_flags import add_connection, connect
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_identity
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_identity, from_input
 from pagekv.client.cli.sampling_flags import add_sampling, options_of
 from pagekv.client.cli.streamed_answer import stream_to, summary
 from pagekv.client.cli.terminal import Terminal
@@ -99,11 +99,11 @@ def _read_line(interactive: bool) -> str | None:
     """A line without blanks at its ends; None at the end of the input."""
     if interactive:
         try:
-            return input("> ").strip()
+            return from_input(lambda: input("> ")).strip()
         except EOFError:
             print(file=sys.stderr)
             return None
-    line = sys.stdin.readline()
+    line = from_input(sys.stdin.readline)
     return line.strip() if line else None
 
 
