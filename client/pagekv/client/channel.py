@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.common.keepalive import keepalive_options
 from pagekv.common.loopback import is_local
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -70,13 +71,9 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         # The longest answer has every token with its log-probabilities; the server bounds both.
         ("grpc.max_receive_message_length", 64 * 2**20),
-        # A host that dies without closing its connections is noticed within half a minute, also in the middle of a
-        # stream. The second option is for hosts whose kernel is silent, too. The third is for processes that hang, and
-        # for hosts behind a tunnel or a proxy, where a kernel confirms what is sent: it takes 40 s. gRPC's own limit is
-        # a minute. Much less than 20 s would break slow lines, where the answer to a ping waits behind data.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.ping_timeout_ms", 20_000),
+        # Also in the middle of a stream, a host that dies is noticed within half a minute, a process that hangs within
+        # 40 s.
+        *keepalive_options(20_000),
         # gRPC's own pauses between connection attempts grow to two minutes; a restarted server is back in seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", LONGEST_BACKOFF_MS),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from pagekv.common.keepalive import keepalive_options
 from pagekv.common.message_sizes import MAX_RESULT_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.conformance.verdict import BrokenRule
@@ -121,10 +122,7 @@ def open_channel(target: str, keepalive_ms: int = KEEPALIVE_MS) -> grpc.Channel:
             ("grpc.use_local_subchannel_pool", 1),
             # P13.
             ("grpc.max_receive_message_length", MAX_RESULT_BYTES),
-            ("grpc.keepalive_time_ms", keepalive_ms),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
+            *keepalive_options(keepalive_ms, idle=True),
         ],
     )
 

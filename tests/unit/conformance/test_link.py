@@ -12,6 +12,7 @@ from support.executor.judged import kit_of, toy
 from pagekv.conformance import link
 from pagekv.conformance.link import Link, Refusal
 from pagekv.conformance.verdict import BrokenRule
+from pagekv.kvmanager.engine.executor_client import ExecutorLink
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
@@ -55,6 +56,18 @@ def test_details_that_are_none_name_nothing() -> None:
 
     refusal = Refusal(Odd())
     assert (refusal.code, refusal.field, refusal.rule, refusal.words) == (grpc.StatusCode.INTERNAL, "", "", "")
+
+
+def test_the_channel_pings_as_a_managers_does() -> None:
+    with mock.patch.object(grpc, "insecure_channel") as kit:
+        Link("127.0.0.1:1")
+    with mock.patch.object(grpc.aio, "insecure_channel") as manager:
+        ExecutorLink("127.0.0.1:1", lambda: None)
+    options, managers = dict(kit.call_args.kwargs["options"]), dict(manager.call_args.kwargs["options"])
+    own = options.pop("grpc.use_local_subchannel_pool")
+    assert (own, options) == (1, managers)
+    # For an executor that hangs; gRPC itself would wait a minute.
+    assert managers["grpc.http2.ping_timeout_ms"] == 20_000
 
 
 def test_nobody_there() -> None:

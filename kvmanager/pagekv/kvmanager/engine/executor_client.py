@@ -11,6 +11,7 @@ from typing import cast
 
 import grpc
 
+from pagekv.common.keepalive import keepalive_options
 from pagekv.common.logs import Log
 from pagekv.common.message_sizes import MAX_RESULT_BYTES
 from pagekv.common.server import EPOCH_KEY
@@ -78,11 +79,8 @@ class ExecutorLink:
             # A proxy configured for the internet does not lead to an executor.
             ("grpc.enable_http_proxy", 0),
             ("grpc.max_receive_message_length", MAX_RESULT_BYTES),
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
             # Also while no call is open: a lost executor is noticed before the next one (P10).
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
+            *keepalive_options(10_000, idle=True),
         ]
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=options)
