@@ -198,14 +198,16 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
     match code, reason:
         case grpc.StatusCode.UNAVAILABLE, None:
             if any(words in message for words in _NEVER_CONNECTED):
+                variable = proxy_variable(target)
+                through = f" through the proxy that the variable {variable} names" if variable else ""
                 for words, meaning in _HANDSHAKES:
                     if words in message:
-                        return Unreachable(f"cannot reach PageKV at {target}: {meaning}")
+                        return Unreachable(f"cannot reach PageKV at {target}{through}: {meaning}")
                 # Of both names gRPC then looks up the proxy's alone.
-                if variable := proxy_variable(target):
+                if through:
                     return Unreachable(
-                        f"cannot reach PageKV at {target} through the proxy that the variable {variable} names: is it "
-                        "running, and does it reach PageKV? To connect without it, name PageKV's host in no_proxy"
+                        f"cannot reach PageKV at {target}{through}: is it running, and does it reach PageKV? To "
+                        "connect without it, name PageKV's host in no_proxy"
                     )
                 if any(words in message for words in _NO_SUCH_NAME):
                     return Unreachable(

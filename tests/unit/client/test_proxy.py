@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from contextlib import suppress
+
 import pytest
 
 from pagekv.client import PageKVClient, Unreachable
@@ -43,3 +47,23 @@ def test_a_proxy_that_does_not_get_there_is_told(proxy: str, monkeypatch: pytest
         client.stats()
     assert "cannot reach PageKV at gpu-7:50051 through the proxy that the variable http_proxy" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["", "it speaks no HTTP\r\n"])
+def test_a_proxy_that_closes_the_connection_is_told(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks like a manager that wants TLS, or another port than a manager's."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+
+        def close() -> None:
+            with suppress(OSError):
+                while True:
+                    with proxy.accept()[0] as connection:
+                        connection.recv(4096)
+                        connection.sendall(words.encode())
+
+        threading.Thread(target=close, daemon=True).start()
+        with PageKVClient("gpu-7:50051") as client, pytest.raises(Unreachable) as caught:
+            client.stats()
+        proxy.shutdown(socket.SHUT_RDWR)
+    assert "at gpu-7:50051 through the proxy that the variable http_proxy names: " in str(caught.value)
