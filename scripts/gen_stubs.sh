@@ -24,7 +24,8 @@ case "${1:-}" in
 esac
 
 wanted="$GRPCIO_TOOLS $MYPY_PROTOBUF $SETUPTOOLS"
-if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+# The interpreter is run, because the list outlives it.
+if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
   echo "installing the stub generator ($GRPCIO_TOOLS, $MYPY_PROTOBUF) into ${venv#"$root"/}"
   rm -rf "$venv"
   "$python" -m venv "$venv"
