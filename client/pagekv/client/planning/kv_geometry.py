@@ -66,6 +66,13 @@ def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, lis
     _check_layer_kinds(scopes, notes)
     layers = _integer(scopes, _LAYERS, MAX_LAYERS, "--layers")
     kv_heads, head_size, dtype = _kv_heads(scopes), _head_size(scopes), _dtype(scopes, notes)
+    values = _find(scopes, ("v_head_dim",))
+    if values not in (None, head_size) and _find(scopes[:1], ("head_dim",)) is None:
+        raise InvalidRequest(
+            "v_head_dim",
+            f"must be as wide as keys, {head_size}, because PageKV serves no other model, got {values!r}; --head-size "
+            "plans for one width of both",
+        )
     if _find(scopes, _CONTEXT) is None:
         notes.append(f"the config names no context: {DEFAULT_CONTEXT} tokens assumed; --context changes it")
         return KvGeometry(layers, kv_heads, head_size, dtype), notes

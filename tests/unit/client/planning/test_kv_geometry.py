@@ -62,6 +62,15 @@ def test_what_is_assumed_is_said() -> None:
     ]
 
 
+def test_values_of_another_width_than_keys_are_refused_by_name() -> None:
+    assert geometry_from_config(without(head_dim=192, v_head_dim=192), {})[0].head_size == 192
+    for wrong in (128, "x", 0):
+        with pytest.raises(InvalidRequest, match=f"must be as wide as keys, 192, .*, got {wrong!r}") as caught:
+            geometry_from_config(without(head_dim=192, v_head_dim=wrong), {})
+        assert caught.value.field == "v_head_dim"
+    assert geometry_from_config(without(head_dim=192, v_head_dim=128), {"head_dim": 128})[0].head_size == 128
+
+
 def test_latent_attention_is_planned_by_the_heads_and_the_width_that_are_given() -> None:
     latent = without("head_dim", kv_lora_rank=512)
     given = {"num_key_value_heads": 32, "head_dim": 192}
