@@ -11,19 +11,17 @@ import secrets
 import sys
 
 from pagekv.client.launcher import with_parent
-
-# Flags of the gateway that say who may add and remove managers; its other JWT flags have no effect without an issuer.
-# --api-key is not among them: it is for those who generate, and without one of these flags it adds managers, too.
-_KEYS = ("--control-plane-api-keys", "--jwt-issuer")
+from pagekv.client.launcher.child_flags import flag_value
 
 
 def main() -> None:
     """Runs the gateway and does not return: the process ends with the gateway. Without a key, any page in a browser on
-    this machine could redirect prompts, because the gateway answers under any name and to any origin. No key is drawn
-    if it is given who may add managers.
+    this machine could redirect prompts, because the gateway answers under any name and to any origin. Keys that the
+    gateway is given for this (--control-plane-api-keys) are valid beside it. No key is drawn if an issuer of tokens is
+    named; the other JWT flags have no effect without one.
     """
     _, command, *args = sys.argv
-    if not any(word.startswith(_KEYS) for word in args):
+    if not flag_value("jwt-issuer", args, {}):
         args.insert(0, f"--control-plane-api-keys=pagekv:pagekv:admin:{secrets.token_urlsafe(32)}")
     sys.argv[1:] = ["smg", command, *args]
     with_parent.main()

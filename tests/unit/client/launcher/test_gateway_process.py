@@ -41,16 +41,21 @@ def test_managers_are_added_by_nobody_and_no_command_line_has_the_key(tmp_path: 
     assert started(tmp_path)[0][1] != first
 
 
-@pytest.mark.parametrize("given", [["--api-key", "x"], ["--api-key=x"], ["--tenant-api-key=a:x"], ["--jwt-audience=x"]])
-def test_keys_to_generate_do_not_add_managers(given: list[str], tmp_path: Path) -> None:
-    """Without keys of their own, these calls are open to --api-key; with an audience but no issuer, to everybody."""
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(["--api-key", "x"], ["--api-key=x"], ["--tenant-api-key=a:x"], ["--jwt-audience=x"]),
+        *(["--control-plane-api-keys"], ["--control-plane-api-keys", "a:a:admin:x"], ["--jwt-issuer="]),
+    ],
+)
+def test_a_key_is_drawn_beside_others(given: list[str], tmp_path: Path) -> None:
+    """Without keys of their own, the calls that add managers are open to --api-key; with an audience but no issuer, and
+    with an empty list of keys, to everybody.
+    """
     (_, first, *rest), _ = started(tmp_path, *given)
     assert first.startswith("--control-plane-api-keys=pagekv:pagekv:admin:")
     assert rest == given
 
 
-@pytest.mark.parametrize(
-    "given", [["--control-plane-api-keys", "a:a:admin:x"], ["--control-plane-api-keys=a:a:admin:x"], ["--jwt-issuer=x"]]
-)
-def test_keys_that_it_is_given_stay_the_only_ones(given: list[str], tmp_path: Path) -> None:
-    assert started(tmp_path, *given)[0] == ["launch", *given]
+def test_an_issuer_of_tokens_stays_the_only_one(tmp_path: Path) -> None:
+    assert started(tmp_path, "--jwt-issuer=x")[0] == ["launch", "--jwt-issuer=x"]
