@@ -56,6 +56,7 @@ class _LossyHandler(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
+        self._terminal = _opened_anew(stream)
         self._lost = 0
         # Whether the last line was written only in part.
         self._cut = False
@@ -73,7 +74,7 @@ class _LossyHandler(logging.Handler):
     def _write(self, text: str) -> bool:
         """Whether there was room for the whole text. Raises OSError."""
         try:
-            file = self._stream.fileno()
+            file = self._stream.fileno() if self._terminal is None else self._terminal
         except OSError:
             # No file of the system.
             self._stream.write(text)
@@ -87,6 +88,16 @@ class _LossyHandler(logging.Handler):
             data = data[os.write(file, data[: select.PIPE_BUF]) :]
             self._cut = bool(data)
         return not data
+
+
+def _opened_anew(stream: TextIO) -> int | None:
+    """The terminal behind `stream`, opened for this process alone so that writes never wait. None if there is none, or
+    if it may not be opened. A terminal has "room" as long as it takes one more character, and lets a longer line wait.
+    """
+    try:
+        return os.open(os.ttyname(stream.fileno()), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def setup_logs(service: str, level: str, fmt: str) -> None:

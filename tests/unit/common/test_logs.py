@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import os
+import re
+import select
 import threading
 from collections.abc import Iterator
 
@@ -91,6 +93,39 @@ def test_a_pipe_that_nobody_reads_loses_lines_and_holds_up_nobody(fmt: str, monk
             assert json.loads(line).get("lines_lost_before", 0) == (100 - whole if lost else 0)
         else:
             assert line.endswith(f" again {lost}" if lost else " again")
+
+
+def test_a_terminal_that_nobody_reads_loses_lines_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a connection that is dead. It has room for some characters, and none for the next line."""
+
+    def write_lines() -> None:
+        for n in range(5000):
+            Log("here").info("flood", n=n)
+
+    def read() -> str:
+        found = b""
+        while select.select([ours], [], [], 0.2)[0]:
+            found += os.read(ours, 2**16)
+        return found.decode()
+
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        setup_logs("manager", "info", "text")
+        flood = threading.Thread(target=write_lines, daemon=True)
+        flood.start()
+        try:
+            flood.join(10)
+            assert not flood.is_alive()
+            first = read()
+            Log("here").info("read again")
+            last = read()
+        finally:
+            # A thread that waits for room goes on.
+            os.close(ours)
+    whole = len(re.findall(r"flood n=\d+\r\n", first))
+    assert 10 < whole < 5000
+    assert last.endswith(f"read again lines_lost_before={5000 - whole}\r\n")
 
 
 def test_a_reader_that_is_gone_loses_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
