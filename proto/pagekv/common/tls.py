@@ -52,6 +52,8 @@ class _Material:
     peer_key: bytes
     # The first to end of the process's own certificates, and its file; None without one.
     ends_first: tuple[x509.Certificate, str] | None
+    # Authorities that are not valid now: why, and their names.
+    left_out: list[tuple[TlsError, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class Tls:
             http_latest = self._context(material)
         # All of it or nothing: each of the lines above may raise.
         self._material, self._grpc_latest, self._http_latest = material, grpc_latest, http_latest
+        for reason, name in material.left_out:
+            log.warning("an authority is left out", reason=reason, name=name)
 
     @property
     def serves(self) -> bool:
@@ -189,18 +193,19 @@ class Tls:
 def _read_all(config: TlsConfig, peer_ca: tuple[str, str], peer_pair: PairFiles | None) -> _Material:
     chain = key = client_ca = b""
     own: list[tuple[x509.Certificate, str]] = []
+    left_out: list[tuple[TlsError, str]] = []
     if config.tls_cert:
         chain, key, leaf = _read_pair(PairFiles("tls-cert", config.tls_cert, "tls-key", config.tls_key))
         own.append((leaf, config.tls_cert))
     if config.tls_client_ca:
-        client_ca = _authorities("tls-client-ca", config.tls_client_ca)
+        client_ca = _authorities("tls-client-ca", config.tls_client_ca, left_out)
     peer_chain, peer_key = chain, key
     if peer_pair is not None:
         peer_chain, peer_key, leaf = _read_pair(peer_pair)
         own.append((leaf, peer_pair.cert))
-    authorities = _authorities(*peer_ca) if peer_ca[1] else b""
+    authorities = _authorities(*peer_ca, left_out) if peer_ca[1] else b""
     ends_first = min(own, key=lambda pair: pair[0].not_valid_after_utc, default=None)
-    return _Material(chain, key, client_ca, authorities, peer_chain, peer_key, ends_first)
+    return _Material(chain, key, client_ca, authorities, peer_chain, peer_key, ends_first, left_out)
 
 
 def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
@@ -251,10 +256,20 @@ def _read_pair(files: PairFiles) -> tuple[bytes, bytes, x509.Certificate]:
     return chain, key, certificate
 
 
-def _authorities(flag: str, path: str) -> bytes:
-    found = _certificates(flag, path, _read(flag, path))
-    for certificate in found:
-        _check_time(flag, path, certificate)
+def _authorities(flag: str, path: str, left_out: list[tuple[TlsError, str]]) -> bytes:
+    """The authorities that are valid now. Others in the same file go to `left_out`, each with its name, because an old
+    authority often stays beside its successor. Raises TlsError if none is valid.
+    """
+    found, others = [], []
+    for certificate in _certificates(flag, path, _read(flag, path)):
+        try:
+            _check_time(flag, path, certificate)
+            found.append(certificate)
+        except TlsError as error:
+            others.append((error, certificate.subject.rfc4514_string()))
+    if not found:
+        raise others[0][0]
+    left_out += others
     # Without the text between certificates: Python's ssl module takes ASCII alone, and OpenSSL overlooks a certificate
     # behind a byte order mark.
     return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in found)

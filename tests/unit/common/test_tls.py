@@ -123,6 +123,29 @@ async def test_a_rotation_holds_for_new_connections_and_breaks_none(authority: A
 
 
 @in_event_loop
+async def test_authorities_that_are_not_valid_are_left_out_of_their_file(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless none is left."""
+    old = authority.pair("old", since=timedelta(days=-3), until=timedelta(days=-2))
+    future = authority.pair("future", since=timedelta(days=1))
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes(old.pem + authority.ca.read_bytes() + future.pem)
+    server = await serve(Tls(config_of(authority.pair("server"), bundle)))
+    try:
+        assert await ask(server.port, client(authority.ca, authority.pair("client"))) == "OK"
+    finally:
+        await server.stop(0)
+    logged = [vars(each)["fields"] for each in caplog.records]
+    assert [each["name"] for each in logged] == ["CN=old", "CN=future"]
+    assert "expired at" in str(logged[0]["reason"])
+    assert "not valid before" in str(logged[1]["reason"])
+    bundle.write_bytes(old.pem + future.pem)
+    words = f"--tls-client-ca {bundle}: the certificate expired at 20"
+    assert words in refusal(config_of(authority.pair("server"), bundle))
+
+
+@in_event_loop
 async def test_the_log_warns_of_the_end_of_a_certificate(
     authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
