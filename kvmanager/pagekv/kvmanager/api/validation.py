@@ -235,7 +235,9 @@ def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: 
     if not width:
         for name in ("length_penalty", "early_stopping"):
             if (value := getattr(sampling, name)) != getattr(_GREEDY, name):
-                raise InvalidRequest(f"sampling_params.{name}", f"must be absent without beam_width, got {value}")
+                raise InvalidRequest(
+                    f"sampling_params.{name}", f"must be absent without beam_width, got {_shown(value)}"
+                )
         return
     num_ends = len(sampling.end_ids(model.eos_token_ids))
     most = min(MAX_BEAM_WIDTH, MAX_CANDIDATES - num_ends, model.vocab_size - num_ends, model.num_device_blocks)
@@ -251,7 +253,7 @@ def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: 
         value, neutral = getattr(sampling, name), getattr(_GREEDY, name)
         if value != neutral:
             raise InvalidRequest(
-                f"sampling_params.{name}", f"must be {neutral:g} or absent with beam_width, got {value}"
+                f"sampling_params.{name}", f"must be {neutral:g} or absent with beam_width, got {_shown(value)}"
             )
     for descriptor, _ in params.ListFields():
         if descriptor.name in _BEAM_ABSENT:
@@ -319,7 +321,12 @@ def _check(field: str, value: float, low: float, high: float, above: bool = Fals
     """Refuses values outside [low, high], or (low, high] if `above`; NaN and infinities are outside."""
     if not low <= value <= high or (above and value == low):
         bounds = f"above {low:g} and up to {high:g}" if above else f"from {low} to {high}"
-        raise InvalidRequest(field, f"must be {bounds}, got {value}")
+        raise InvalidRequest(field, f"must be {bounds}, got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """A value with the digits that its sender wrote: numbers that are not whole arrive in float32."""
+    return str(value if isinstance(value, int) else np.float32(value))
 
 
 def check_sampling_lists(params: types_pb2.SamplingParams) -> None:

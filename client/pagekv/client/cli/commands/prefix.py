@@ -137,7 +137,10 @@ def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> S
     """Raises NotFound when nothing of the prompt was cached."""
     made = client.pin_prefix(read_prompt(args), args.lease, pin_id=args.pin_id, **read_identity(args))
     if not made.pin_id:
-        raise NotFound("nothing pinned: no full block of this prompt is cached; generate from it first")
+        raise NotFound(
+            "nothing pinned: no full block of this prompt is cached; generate from it first (a manager with "
+            "--no-prefix-cache caches nothing)"
+        )
     return Shown(made, f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
 
 
