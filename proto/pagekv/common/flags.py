@@ -84,10 +84,10 @@ class FlagParser(argparse.ArgumentParser):
         variable = variable_of(name)
         text = self._env.get(variable)
         if isinstance(default, bool):
-            help += " [on]" if default else " [off]"
             if text is not None and text.lower() not in _TRUE + _FALSE:
                 self.error(f"environment variable {variable}: must be true or false, got {text!r}")
             default = default if text is None else is_true(text)
+            help += " [on]" if default else " [off]"
             kwargs |= {"action": argparse.BooleanOptionalAction}
         else:
             choices = kwargs.get("choices")

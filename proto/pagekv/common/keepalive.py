@@ -11,7 +11,7 @@ def keepalive_options(interval_ms: int, *, idle: bool = False) -> list[tuple[str
         ("grpc.keepalive_timeout_ms", 10_000),
         # For processes that hang, and for hosts behind a tunnel or a proxy, where a kernel confirms what is sent. The
         # limit of gRPC itself is a minute. Much less than 20 s would break slow lines, where the answer to a ping waits
-        # behind data. A process that computes answers in time, also while one thread keeps Python's lock.
+        # behind data. A process that is busy still answers in time, even while one thread holds Python's lock.
         ("grpc.http2.ping_timeout_ms", 20_000),
     ]
     if idle:

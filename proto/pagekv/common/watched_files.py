@@ -35,7 +35,7 @@ class WatchedFiles:
         `what` names the configuration in logs and metrics. `reload` reads the files and applies them. If they cannot be
         used, it raises ValueError or OSError and changes nothing. It is called on another thread. It may return a
         function that does the rest on the event loop, and that may raise in the same way. `at_each_check` is called
-        then on the event loop, whether files have changed or not.
+        on the event loop at each check, whether files have changed or not.
         """
         self.what = what
         self.failures = 0

@@ -12,8 +12,8 @@ from pagekv.executor.backend.interface import SequenceState
 from pagekv.executor.cuda.logprobs import Logprobs
 from pagekv.kernels.tensors import Ints
 
-# Returns a section of the upload as a view on the device: `find(name, shape)` as int32,
-# `find(name, shape, torch.float64)` as float64.
+# Returns a section of the upload as a view on the device: `find(name, shape)` as int32, `find(name, shape, dtype)` as
+# another type.
 Find = Callable[..., torch.Tensor]
 
 

@@ -55,7 +55,7 @@ class RowChunk:
 
     rows, greedy [R]: the row of the logits; 1 if the likeliest token is taken
     numbers [R, 6]: parameters (see the constants above); the temperature is 1 where `greedy`
-    draw_keys [R]: keys of draws, of which the 64 bits count
+    draw_keys [R]: int64 with the bits of the keys
     top_k [R]: vocab_size if the row has none
     bias_at [n, 2] (row, token), biases [n]; ban_at [n, 2]
     penalised, penalty_rows [p]: the row, and its row of the penalty table

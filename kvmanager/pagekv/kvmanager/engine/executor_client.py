@@ -224,14 +224,15 @@ _MEANINGS = {
     "with --executor",
     "Trying to connect an http1.x server": f"the server at {{0}} does not speak gRPC: {_NAME_IT}",
     "WRONG_VERSION_NUMBER": "the executor at {0} answers without TLS: give it --tls-cert, or leave --executor-ca out",
-    "certificate has expired": "the certificate of the executor at {0}, or that of its authority, has expired",
+    "certificate has expired|certificate is not yet valid": "the certificate of the executor at {0}, or that of its "
+    "authority, has expired or is not valid yet",
     "local issuer certificate|certificate signature failure": "the certificate of the executor at {0} is not signed by "
     "an authority in --executor-ca",
     "Hostname Verification Check failed": "the certificate of the executor at {0} is not for this name: name it with "
     "--executor as its certificate does",
     "failed to connect .*Socket closed": "the executor at {0} closes every connection at once: it wants TLS "
     "(--executor-ca), or a certificate that has not expired and is signed by an authority in its --tls-client-ca "
-    "(--executor-cert, else --tls-cert)",
+    "(--executor-cert, else --tls-cert), or it is a tunnel or a published port behind which no executor listens yet",
 }
 
 # Statuses that blame no step: the epoch is another manager's, or older than a new one.

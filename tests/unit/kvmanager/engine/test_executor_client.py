@@ -104,6 +104,7 @@ def test_an_address_where_nothing_answers(target: str, words: str) -> None:
         ("another authority", "is not signed by an authority in --executor-ca"),
         ("an authority of the same name", "is not signed by an authority in --executor-ca"),
         ("expired", "or that of its authority, has expired"),
+        ("another name", "is not for this name: name it with --executor as its certificate does"),
     ],
 )
 @in_event_loop
@@ -116,15 +117,17 @@ async def test_a_refused_handshake_says_what_to_do(case: str, words: str, tmp_pa
     server = grpc.aio.server()
     pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(grpc.StatusCode.OK), server)
     shown = [(pair.key_pem, pair.pem)]
+    # Not localhost, for which gRPC also tries ::1, where nothing listens.
+    host = "127.0.0.2" if case == "another name" else "127.0.0.1"
     port = (
-        server.add_insecure_port("localhost:0")
+        server.add_insecure_port(f"{host}:0")
         if case == "no TLS there"
-        else server.add_secure_port("localhost:0", grpc.ssl_server_credentials(shown, signer.ca.read_bytes(), True))
+        else server.add_secure_port(f"{host}:0", grpc.ssl_server_credentials(shown, signer.ca.read_bytes(), True))
     )
     await server.start()
     trusted = {"another authority": stranger, "an authority of the same name": same_name}.get(case, signer)
     credentials = client_credentials(trusted.ca, None if case == "shows nothing" else own)
-    link = ExecutorLink(f"localhost:{port}", lambda: None, None if case == "no TLS here" else credentials)
+    link = ExecutorLink(f"{host}:{port}", lambda: None, None if case == "no TLS here" else credentials)
     with pytest.raises(NoExecutor, match=words):
         await link.describe(16, 512)
     await link.close()
