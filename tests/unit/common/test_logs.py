@@ -87,7 +87,7 @@ def test_a_pipe_that_nobody_reads_loses_lines_and_holds_up_nobody(fmt: str, monk
         Log("here").info("and again")
         lines = (first + reader.read(2**20)).decode().splitlines()
     whole = sum("flood" in line and len(line) > 9000 for line in lines)
-    assert 3 <= whole <= 10
+    assert whole <= 10
     for line, lost in ((lines[-2], f"lines_lost_before={100 - whole}"), (lines[-1], "")):
         if fmt == "json":
             assert json.loads(line).get("lines_lost_before", 0) == (100 - whole if lost else 0)
