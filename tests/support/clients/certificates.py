@@ -13,6 +13,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -33,8 +45,9 @@ class Pair:
 class Authority:
     """Signs certificates, which lie in one folder."""
 
-    def __init__(self, folder: Path, name: str = "ca") -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, name: str = "ca", *, identifies: bool = True) -> None:
+        """`identifies`: whether certificates say which of several authorities of one name signed them."""
+        self._folder, self._identifies = folder, identifies
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"test {name}")])
         signed = self._sign(self._name, self._key, timedelta(days=-1), timedelta(days=30), authority=True)
@@ -82,7 +95,14 @@ class Authority:
             .not_valid_after(now + until)
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         )
-        if not authority:
+        # Python 3.13 and later verify what RFC 5280 says of identifiers and of the use of an authority's key.
+        if self._identifies:
+            signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+            certificate = certificate.add_extension(signer, critical=False)
+        if authority:
+            identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+            certificate = certificate.add_extension(identifier, critical=False).add_extension(_SIGNS, critical=True)
+        else:
             common = subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
             addresses = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
             names = [x509.DNSName("localhost"), x509.DNSName(str(common)), addresses]
