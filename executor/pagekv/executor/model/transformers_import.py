@@ -101,19 +101,24 @@ def _models_listed_once() -> Iterator[None]:
 
 
 class _Marks(ModuleType):
-    """A module whose attributes are decorators that leave functions unchanged, or `is_...` functions that return
-    False.
-    """
+    """A module whose attributes are marks, or `is_...` functions that return False."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _no if name.startswith("is_") else _unmarked
+        return _no if name.startswith("is_") else _MARK
 
 
-def _unmarked(*args: Any, **options: Any) -> Any:
-    """A decorator that returns the function unchanged; called with options only, it returns itself."""
-    return args[0] if args and callable(args[0]) else _unmarked
+class _Mark(nullcontext[None]):
+    """A decorator that returns the function unchanged, and a context without effect; called with options only, it
+    returns itself.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
+
+
+_MARK = _Mark()
 
 
 def _no(*args: Any, **options: Any) -> bool:

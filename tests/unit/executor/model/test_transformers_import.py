@@ -120,6 +120,20 @@ def test_ranks_have_distributed_tensors_and_no_compiler(import_by: ImportBy, mod
     assert seen == [True] * 3
 
 
+def test_the_stand_in_marks_nothing(modules: dict[str, ModuleType]) -> None:
+    """Device meshes of torch 2.14 use one of its functions as a context."""
+
+    def function() -> None: ...
+
+    with transformers_import.without_compiler():
+        compiler: Any = modules["torch._dynamo"]
+        assert compiler.disable(function) is compiler.disable(recursive=False)(function) is function
+        assert compiler.is_compiling() is False
+        with compiler.disable_nested_graph_breaks():
+            pass
+    assert "torch._dynamo" not in modules
+
+
 def test_where_marks_do_not_suffice_the_next_import_loads_all(
     import_by: ImportBy, modules: dict[str, ModuleType], telling: dict[str, Any]
 ) -> None:
