@@ -13,6 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from pagekv.common.tls_flags import TlsConfig
+
 _SIGNS = x509.KeyUsage(
     digital_signature=False,
     content_commitment=False,
@@ -108,6 +110,11 @@ class Authority:
             names = [x509.DNSName("localhost"), x509.DNSName(str(common)), addresses]
             certificate = certificate.add_extension(x509.SubjectAlternativeName(names), critical=False)
         return certificate.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def config_of(pair: Pair, client_ca: Path | None = None) -> TlsConfig:
+    """Of a process that serves with `pair`, and asks for certificates of the authorities in `client_ca`."""
+    return TlsConfig(str(pair.cert), str(pair.key), str(client_ca or ""))
 
 
 def client_credentials(ca: Path, pair: Pair | None = None) -> grpc.ChannelCredentials:

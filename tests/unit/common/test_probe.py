@@ -9,11 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from support.clients.certificates import Authority, Pair
+from support.clients.certificates import Authority, Pair, config_of
 
 from pagekv.common import probe
 from pagekv.common.tls import Tls
-from pagekv.common.tls_flags import TlsConfig
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +95,7 @@ def authority(tmp_path: Path) -> Authority:
 def tls_server(request: pytest.FixtureRequest, authority: Authority) -> Iterator[tuple[bool, str]]:
     """A serving server as manager and executor serve TLS: whether it asks for certificates, and its address."""
     pair = authority.pair("pagekv-executor")
-    config = TlsConfig(str(pair.cert), str(pair.key), str(authority.ca) if request.param else "")
+    config = config_of(pair, authority.ca if request.param else None)
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     port = server.add_secure_port("127.0.0.1:0", Tls(config).server_credentials())

@@ -1,4 +1,4 @@
-"""TLS from files: what is refused at the start, and what a rotation changes for new connections alone."""
+"""TLS from files: connections, and what a rotation changes for new ones alone. test_tls_refusals.py: refused files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.clients.certificates import Authority, Pair, client_credentials
+from support.clients.certificates import Authority, Pair, client_credentials, config_of
 from support.clients.stack import environment
 from support.event_loop import in_event_loop, until, until_true
 
@@ -33,10 +33,6 @@ CHECK = f"/{health.SERVICE_NAME}/Check"
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
-
-
-def config_of(pair: Pair, client_ca: Path | None = None) -> TlsConfig:
-    return TlsConfig(str(pair.cert), str(pair.key), str(client_ca or ""))
 
 
 def client(ca: Path, pair: Pair | None = None) -> grpc.ChannelCredentials:
@@ -126,7 +122,6 @@ async def test_a_rotation_holds_for_new_connections_and_breaks_none(authority: A
 async def test_authorities_that_are_not_valid_are_left_out_of_their_file(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless none is left."""
     old = authority.pair("old", since=timedelta(days=-3), until=timedelta(days=-2))
     future = authority.pair("future", since=timedelta(days=1))
     bundle = tmp_path / "bundle.pem"
@@ -140,9 +135,6 @@ async def test_authorities_that_are_not_valid_are_left_out_of_their_file(
     assert [each["name"] for each in logged] == ["CN=old", "CN=future"]
     assert "expired at" in str(logged[0]["reason"])
     assert "not valid before" in str(logged[1]["reason"])
-    bundle.write_bytes(old.pem + future.pem)
-    words = f"--tls-client-ca {bundle}: the certificate expired at 20"
-    assert words in refusal(config_of(authority.pair("server"), bundle))
 
 
 @in_event_loop
@@ -341,78 +333,6 @@ async def test_no_session_outlives_the_authority_of_its_certificate(
     tls._load()
     assert await asyncio.to_thread(session_of, port, context, begun) is None
     server.close()
-
-
-def refusal(config: TlsConfig, peer_ca: tuple[str, str] = ("", "")) -> str:
-    with pytest.raises(TlsError) as refused:
-        Tls(config, peer_ca)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-def test_each_file_that_cannot_be_used_is_named_with_its_flag(authority: Authority, tmp_path: Path) -> None:
-    good, other = authority.pair("server"), authority.pair("other")
-    late = authority.pair("late", since=timedelta(days=-3), until=timedelta(days=-2))
-    early = authority.pair("early", since=timedelta(days=1), until=timedelta(days=2))
-    gone, text = tmp_path / "gone.pem", tmp_path / "text.pem"
-    text.write_text("no PEM\n")
-    assert refusal(config_of(Pair(gone, good.key))) == f"--tls-cert {gone}: No such file or directory"
-    assert refusal(config_of(Pair(text, good.key))) == f"--tls-cert {text}: must be certificates in PEM"
-    assert refusal(config_of(Pair(good.cert, other.key))).endswith(f"is not the key of the certificate in {good.cert}")
-    assert f"--tls-cert {late.cert}: the certificate expired at 20" in refusal(config_of(late))
-    assert f"--tls-cert {early.cert}: the certificate is not valid before 20" in refusal(config_of(early))
-    assert refusal(config_of(good, text)) == f"--tls-client-ca {text}: must be certificates in PEM"
-    assert refusal(config_of(good), ("executor-ca", str(gone))).startswith(f"--executor-ca {gone}: ")
-    text.chmod(0o600)
-    assert refusal(config_of(Pair(good.cert, text))) == f"--tls-key {text}: must be a private key in PEM"
-    assert refusal(config_of(Pair(tmp_path, good.key))) == f"--tls-cert {tmp_path}: Is a directory"
-    text.write_bytes(b" " * (2**20 + 1))
-    assert refusal(config_of(Pair(text, good.key))) == f"--tls-cert {text}: must be at most 1048576 bytes"
-
-
-@pytest.mark.parametrize("mode", [0o644, 0o620, 0o604])
-def test_a_key_that_others_can_read_or_change_is_refused(authority: Authority, mode: int) -> None:
-    pair = authority.pair("server")
-    pair.key.chmod(mode)
-    assert f"others can read or change this private key (mode {mode:o}): chmod 600" in refusal(config_of(pair))
-    pair.key.chmod(0o640)  # of a group: as containers get their secrets
-    assert Tls(config_of(pair)).serves
-
-
-def damaged(authority: Authority, pair: Pair, found: bytes, other: bytes) -> Pair:
-    """The pair with other bytes of the same length in its certificate."""
-    der = ssl.PEM_cert_to_DER_cert(pair.pem.decode())
-    assert found in der
-    pair.cert.write_text(ssl.DER_cert_to_PEM_cert(der.replace(found, other, 1)))
-    return pair
-
-
-def test_certificates_of_kinds_that_are_not_known_are_refused_in_words(authority: Authority) -> None:
-    """Their errors are cryptography's own, which are no ValueError."""
-    version = damaged(authority, authority.pair("a"), b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x08")
-    assert refusal(config_of(version)) == f"--tls-cert {version.cert}: must be certificates in PEM"
-    # The key's curve is one that there is not.
-    curve = b"\x2a\x86\x48\xce\x3d\x03\x01"
-    kind = damaged(authority, authority.pair("b"), curve + b"\x07", curve + b"\x63")
-    assert refusal(config_of(kind)) == f"--tls-cert {kind.cert}: has a key of an unknown kind"
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_that_nobody_writes_to_is_refused_at_once(authority: Authority, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    pair = authority.pair("server")
-    for config in (config_of(Pair(tmp_path / "pipe", pair.key)), config_of(Pair(pair.cert, tmp_path / "pipe"))):
-        assert refusal(config).endswith("pipe: must be a regular file")
-
-
-def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
-    from cryptography.hazmat.primitives import serialization
-
-    pair = authority.pair("server")
-    key = serialization.load_pem_private_key(pair.key_pem, None)
-    form = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")
-    pair.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
-    assert refusal(config_of(pair)) == f"--tls-key {pair.key}: must have no passphrase"
 
 
 @pytest.mark.parametrize("text", ["# Główny urząd\n", "\ufeff", "\ufeff# Staat der Nederlanden\r\n"])
