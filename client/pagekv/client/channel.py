@@ -9,7 +9,7 @@ from typing import Any
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.common.keepalive import keepalive_options
-from pagekv.common.loopback import is_local
+from pagekv.common.loopback import authority_options, is_local
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 TARGET_VARIABLE = "PAGEKV_TARGET"
@@ -80,6 +80,7 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
         # In spite of its name this is the time limit of one attempt.
         ("grpc.min_reconnect_backoff_ms", ATTEMPT_MS),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+        *authority_options(target),
     ]
     if is_local(target):
         # A proxy configured for the internet cannot reach this machine's own loopback.

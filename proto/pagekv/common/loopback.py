@@ -41,6 +41,13 @@ def is_local(address: str) -> bool:
     return is_loopback(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
 
 
+def authority_options(address: str) -> list[tuple[str, str]]:
+    """Options of a channel to an address (host:port or unix:/path). A server behind a Unix socket is asked for as
+    localhost, a name that certificates can have. gRPC would ask for its path.
+    """
+    return [("grpc.default_authority", "localhost")] if address.startswith("unix:") else []
+
+
 def open_to_others(listeners: Mapping[str, str]) -> dict[str, str]:
     """The listeners that other machines can reach: addresses by the names of their flags. An empty address is none."""
     return {name: address for name, address in listeners.items() if address and not is_local(address)}

@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagekv.common.flags import FlagParser, address, number, variable_of
+from pagekv.common.loopback import authority_options
 
 # Flags of TLS; their environment variables are the same for every client.
 _FILES = ("ca", "client-cert", "client-key")
@@ -37,7 +38,7 @@ def check(
     grpc.RpcError.
     """
     # A proxy that is configured for the internet cannot reach a server of the local network.
-    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0), *authority_options(target)]
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
     if credentials is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from support.clients.certificates import Authority
 from support.clients.scripted_server import ScriptedServer
 
-from pagekv.client import AsyncPageKVClient, InvalidRequest, PageKVClient, Unreachable
+from pagekv.client import AsyncPageKVClient, InvalidRequest, PageKVClient, PageKVError, Unreachable
 from pagekv.client.cli import private_authority as pki
 from pagekv.client.identity import FILE_VARIABLES, TENANT
 from pagekv.client.settings import CallSettings
@@ -45,6 +47,19 @@ def test_files_make_the_connection_and_the_key_goes_with_every_call(
         secure_server.expect("GetStats", STATS)
         client.stats()
     assert secure_server.metadata == [{"authorization": f"Bearer {KEY}"}] * 2
+
+
+def test_the_name_of_a_manager_behind_a_unix_socket_is_localhost(certificates: Path, make_client: Any) -> None:
+    pair = (certificates / "manager.key").read_bytes(), (certificates / "manager.pem").read_bytes()
+    server = grpc.server(ThreadPoolExecutor(1))
+    with tempfile.TemporaryDirectory() as short:
+        target = f"unix:{short}/manager"
+        server.add_secure_port(target, grpc.ssl_server_credentials([pair]))
+        server.start()
+        # It is reached, and serves nothing.
+        with pytest.raises(PageKVError, match="does not know this call: is it a PageKV manager"):
+            make_client(target, ca=certificates / "ca.pem").stats()
+        server.stop(None).wait()
 
 
 def test_the_environment_names_files_and_key(

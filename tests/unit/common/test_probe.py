@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -127,6 +128,17 @@ def test_a_server_of_another_authority_or_another_name_is_not_serving(
     assert probe.main([target, *files(Authority(tmp_path, "other"), own)]) == 1
     assert probe.main([target, *files(authority, own), "--server-name=pagekv-manager"]) == 1
     assert probe.main([target, *files(authority, own), "--server-name=pagekv-executor"]) == 0
+
+
+def test_the_name_of_a_server_behind_a_unix_socket_is_localhost(authority: Authority) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    with tempfile.TemporaryDirectory() as short:
+        target = f"unix:{short}/server"
+        server.add_secure_port(target, Tls(config_of(authority.pair("server"), None)).server_credentials())
+        server.start()
+        assert probe.main([target, *files(authority)]) == 0
+        server.stop(None).wait()
 
 
 def test_files_come_from_the_environment_too(

@@ -13,6 +13,7 @@ import grpc
 
 from pagekv.common.keepalive import keepalive_options
 from pagekv.common.logs import Log
+from pagekv.common.loopback import authority_options
 from pagekv.common.message_sizes import MAX_RESULT_BYTES
 from pagekv.common.server import EPOCH_KEY
 from pagekv.common.statuses import STATUS_DETAILS_KEY
@@ -81,6 +82,7 @@ class ExecutorLink:
             ("grpc.max_receive_message_length", MAX_RESULT_BYTES),
             # Also while no call is open: a lost executor is noticed before the next one (P10).
             *keepalive_options(10_000, idle=True),
+            *authority_options(target),
         ]
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -132,6 +133,21 @@ async def test_a_refused_handshake_says_what_to_do(case: str, words: str, tmp_pa
         await link.describe(16, 512)
     await link.close()
     await server.stop(None)
+
+
+@in_event_loop
+async def test_the_name_of_an_executor_behind_a_unix_socket_is_localhost(tmp_path: Path) -> None:
+    signer, server = Authority(tmp_path), grpc.aio.server()
+    pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(grpc.StatusCode.OK), server)
+    pair = signer.pair("executor")
+    with tempfile.TemporaryDirectory() as short:
+        target = f"unix:{short}/executor"
+        server.add_secure_port(target, grpc.ssl_server_credentials([(pair.key_pem, pair.pem)]))
+        await server.start()
+        link = ExecutorLink(target, lambda: None, client_credentials(signer.ca))
+        await link.describe(16, 512)
+        await link.close()
+        await server.stop(None)
 
 
 @in_event_loop
