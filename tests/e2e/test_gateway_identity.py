@@ -27,7 +27,7 @@ OF_GATEWAY = '[gateway]\nroles = ["generate"]\ntenant = "web"\n'
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     path: Path = tmp_path_factory.mktemp("identities") / "identities.toml"
     write_identities(path, OF_GATEWAY)
-    ports = ["--port=0", "--executor-port=0", "--gateway-port=0", "--no-http"]
+    ports = ["--port=0", "--gateway-port=0", "--no-http"]
     flags = [f"--identities={path}", "--gateway", *ports, f"--executor-args={' '.join(CPU)}"]
     config = up.stack_config(make_parser().parse(["up", *flags]), Terminal())
     with Stack(config) as stack:

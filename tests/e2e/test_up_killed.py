@@ -19,7 +19,7 @@ def test_no_process_outlives_a_launcher_that_was_killed(gateway: list[str]) -> N
     if gateway:
         pytest.importorskip("smg", reason="pip install 'pagekv[gateway]'")
     command = [sys.executable, "-m", "pagekv.client.cli", "up", "--json", *ORACLE, *gateway]
-    command += ["--port", "0", "--executor-port", "0", "--http-port", "0"]
+    command += ["--port", "0", "--http-port", "0"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
         try:

@@ -20,6 +20,7 @@ from support.clients.stack import ORACLE, environment
 from support.waiting import wait_until
 
 from pagekv.client.launcher.certificates import StackCertificates
+from pagekv.common.loopback import authority_options
 from pagekv.steps.v1 import executor_service_pb2, executor_service_pb2_grpc
 
 pytestmark = pytest.mark.e2e
@@ -65,7 +66,7 @@ def keyed(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @contextmanager
 def running_up(*flags: str, stderr: IO[str] | None = None) -> Iterator[dict[str, Any]]:
     """The stack that runs, as `up --json` says it."""
-    command = [*PAGEKV, "up", "--json", *ORACLE, "--port", "0", "--executor-port", "0", "--http-port", "0", *flags]
+    command = [*PAGEKV, "up", "--json", *ORACLE, "--port", "0", "--http-port", "0", *flags]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True) as up:
         assert up.stdout is not None
         try:
@@ -114,7 +115,7 @@ def test_text_for_a_key_and_none_without(certificates: Path, keyed: Keyed) -> No
     assert page_status(up["page"], up["ca"], ("Authorization", f"Bearer {olga}")) == 200
     # The executor is its manager's: a certificate of the same authority is not enough.
     credentials = StackCertificates(certificates).credentials("client")
-    with grpc.secure_channel(up["executor"], credentials) as channel:
+    with grpc.secure_channel(up["executor"], credentials, authority_options(up["executor"])) as channel:
         stub = executor_service_pb2_grpc.ExecutorServiceStub(channel)
         with pytest.raises(grpc.RpcError, match="serves only its manager"):
             stub.Attach(executor_service_pb2.AttachRequest(manager_id="rival", take_over=True), timeout=60)

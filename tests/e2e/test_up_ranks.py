@@ -40,7 +40,7 @@ def family(pid: int) -> dict[int, str]:
 )
 def test_a_text_over_two_ranks_and_nothing_is_left_after_ctrl_c(backend: list[str]) -> None:
     command = [*CLI, "up", "--json", "--tp", "2", "--kv-memory", "64MiB", *backend]
-    command += ["--port", "0", "--executor-port", "0", "--http-port", "0"]
+    command += ["--port", "0", "--http-port", "0"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
         assert up.stdout is not None
         try:
@@ -62,7 +62,7 @@ def test_a_text_over_two_ranks_and_nothing_is_left_after_ctrl_c(backend: list[st
 
 def test_a_wrong_flag_of_ranks_ends_it_by_name() -> None:
     """torchrun would start them for ever."""
-    command = [*CLI, "up", "--tp", "2", "--port", "0", "--executor-port", "0", "--executor-args=--no-such-flag"]
+    command = [*CLI, "up", "--tp", "2", "--port", "0", "--executor-args=--no-such-flag"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 1
     assert "pagekv-executor: unrecognized arguments: --no-such-flag" in done.stderr
@@ -71,7 +71,7 @@ def test_a_wrong_flag_of_ranks_ends_it_by_name() -> None:
 
 def test_ctrl_c_while_ranks_still_come_together_leaves_nothing() -> None:
     command = [*CLI, "up", "--json", "--tp", "2", "--backend", "oracle", "--model", "demo"]
-    command += ["--port", "0", "--executor-port", "0", "--no-http"]
+    command += ["--port", "0", "--no-http"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, start_new_session=True) as up:
         try:
             # up, both processes of a pair, and the ranks below torchrun.

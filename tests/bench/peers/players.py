@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.clients.stack import ROOT, environment, running_stack
+from support.clients.stack import ROOT, START_TIMEOUT_S, environment
 
+from pagekv.client.launcher.stack import Stack, StackConfig
 from pagekv.executor.machine import usable_cores
 from peers.answering import READY
 from peers.cpu_time import machine_s, tree_s, trees_s
@@ -80,16 +81,16 @@ class Player:
 
 @contextmanager
 def our_player(model: Path, name: str, dtype: str) -> Iterator[Player]:
-    """Executor, manager and a client. Nothing is set by hand but the element type."""
+    """Executor and manager as `pagekv up` starts them, and a client. Nothing is set by hand but the element type."""
     executor_args = ["--model", str(model), "--dtype", dtype]
     command = [sys.executable, "-m", "peers.our_rounds"]
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(ROOT / "tests"), str(BENCH)])
-    with (
-        running_stack(executor_args, ["--tokenizer", ""]) as stack,
-        _process([*command, stack.target, name], env) as process,
-    ):
-        yield Player("pagekv", process, [stack.executor.pid, stack.manager.pid])
+    with Stack(StackConfig(port=0, executor_args=executor_args, manager_args=["--tokenizer", ""])) as stack:
+        stack.start()
+        stack.wait_ready(START_TIMEOUT_S)
+        with _process([*command, stack.target, name], env) as process:
+            yield Player("pagekv", process, [child.popen.pid for child in stack.children])
 
 
 @contextmanager

@@ -37,7 +37,6 @@ def running_gateway(
     """All of it, ready; stopped at the end. `executor_command`: another one than the package's executor."""
     config = StackConfig(
         port=0,
-        executor_port=0,
         replicas=replicas,
         gateway=GatewayConfig(port=0, policy=policy, args=gateway_args),
         executor_args=executor_args,

@@ -14,7 +14,6 @@ def config(journal: Path, executor: str = "serve", manager: str = "serve", **cha
     """An executor and a manager in these modes of the stand-in, on free ports."""
     values: dict[str, object] = {
         "port": 0,
-        "executor_port": 0,
         "executor_command": [sys.executable, str(FAKE), executor, str(journal)],
         "manager_command": [sys.executable, str(FAKE), manager, str(journal)],
     }

@@ -39,7 +39,7 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
         terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
     openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
-        found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_target}
+        found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_targets[0]}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
         found |= {name: str(path) for name, path in files.items()}
         # `page` is the first manager's page, `pages` those of all managers.

@@ -35,6 +35,8 @@ TORCHRUN = (
 MANAGER_COMMAND = (sys.executable, "-P", "-m", "pagekv.kvmanager")
 # Address of the ports to which only processes of the stack connect: executors, and the gateway's own metrics.
 LOOPBACK = "127.0.0.1"
+# Most bytes of a Unix socket's path (sockaddr_un without the last 0), on macOS, where it is shortest.
+_MOST_PATH = 103
 _POLL_S = 0.1
 # Seconds that the gateway gets to answer its last callers after the managers have ended.
 _GATEWAY_LAST_S = 1.0
@@ -46,9 +48,10 @@ class StackConfig:
 
     # A name or an address; an IPv6 address in brackets.
     host: str = "127.0.0.1"
-    # Ports of the first pair; 0: free ports. All other pairs get free ports.
+    # Ports of the first pair; 0: free ports. All other pairs get free ports. Without a port for the executor, executors
+    # listen at Unix sockets that only this user can open.
     port: int = 50051
-    executor_port: int = 50052
+    executor_port: int | None = None
     # Pairs of an executor and a manager.
     replicas: int = 1
     # Ranks of each executor. torchrun starts them, and restarts them when one has ended.
@@ -85,11 +88,12 @@ class Stack:
         self._ports = HeldPorts()
         target, inner = partial(self._ports.target, config.host), partial(self._ports.target, LOOPBACK)
         self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
-        self.executor_targets = [
-            inner(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
-        ]
-        # Addresses of the first pair.
-        self.target, self.executor_target = self.targets[0], self.executor_targets[0]
+        # Of the first pair.
+        self.target = self.targets[0]
+        # Unix sockets get their addresses with the folder that they are in.
+        self.executor_targets: list[str] = []
+        if config.executor_port is not None:
+            self.executor_targets = self._executor_ports(config.executor_port)
         # Addresses of the gateway and of its Prometheus metrics; empty without a gateway.
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
@@ -105,7 +109,7 @@ class Stack:
         self._event_endpoints = event_endpoints(config.manager_args, os.environ, config.replicas)
         for endpoints in self._event_endpoints:
             self._ports.hold(endpoints)
-        # For port files; exists only inside `with`.
+        # For port files and Unix sockets; exists only inside `with`.
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
         self.children: list[Child] = []
@@ -121,7 +125,24 @@ class Stack:
                 f"cannot make a folder for temporary files: {error.strerror}: free some space there, or set TMPDIR to "
                 "another folder"
             ) from error
+        if self.config.executor_port is None:
+            self.executor_targets = self._executor_sockets() or self._executor_ports(0)
         return self
+
+    def _executor_ports(self, first: int) -> list[str]:
+        """Addresses of the executors on loopback. Raises StackError if the port of the first one is taken."""
+        return [
+            self._ports.target(LOOPBACK, 0 if pair else first, "--executor-port")
+            for pair in range(self.config.replicas)
+        ]
+
+    def _executor_sockets(self) -> list[str]:
+        """Unix sockets of the executors; none if the folder for temporary files has too long a name. With a Unix socket
+        a message costs less of the cores than with TCP: on two cores, one request alone gets 1.1 times as many tokens.
+        """
+        paths = [f"{self._directory.name}/executor-{pair + 1}.socket" for pair in range(self.config.replicas)]
+        short = all(len(os.fsencode(path)) <= _MOST_PATH for path in paths)
+        return [f"unix:{path}" for path in paths] if short else []
 
     def __exit__(self, *_: object) -> None:
         try:

@@ -66,7 +66,7 @@ def test_addresses_and_files_are_told(
 
 def test_ranks_are_told(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     for ranks, words in ((2, "backend oracle over 2 ranks, "), (1, "backend oracle, ")):
-        stack = Stack(StackConfig(port=0, executor_port=0, ranks=ranks))
+        stack = Stack(StackConfig(port=0, ranks=ranks))
         stack.target = server.target
         server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
         announce(stack, make_parser().parse(["up"]), Terminal())
@@ -77,7 +77,7 @@ def test_what_other_machines_reach_is_told(
     server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = [{"endpoint": "tcp://*:1", "replay_endpoint": ""}]
-    stack = Stack(StackConfig(port=0, executor_port=0))
+    stack = Stack(StackConfig(port=0))
     stack.target = server.target
     found: dict[str, list[Any]] = {"http": ["127.0.0.1:8080", "0.0.0.0:9"], "kv_events": events}
     monkeypatch.setattr(stack, "listening", lambda key: found.get(key, []))
@@ -98,7 +98,6 @@ def test_a_gateway_is_reached_without_tls_also_where_there_are_certificates(
     config = StackConfig(
         host="0.0.0.0",
         port=0,
-        executor_port=0,
         gateway=GatewayConfig(port=0) if gateway else None,
         manager_args=["--identities=keys.toml"],
         certificates=StackCertificates(certificates, mutual=False),
@@ -151,7 +150,7 @@ def test_a_manager_with_identities_is_asked_only_with_one(
 ) -> None:
     """A call without would be refused, and stand in the audit log of every start."""
     monkeypatch.delenv("PAGEKV_API_KEY", raising=False)
-    stack = Stack(StackConfig(port=0, executor_port=0, manager_args=["--identities=keys.toml"]))
+    stack = Stack(StackConfig(port=0, manager_args=["--identities=keys.toml"]))
     stack.target = server.target
     monkeypatch.setattr(stack, "listening", lambda _: [])
     announce(stack, make_parser().parse(["up"]), Terminal())
@@ -170,7 +169,7 @@ def test_a_tokenizer_that_cannot_be_used_is_told(
     monkeypatch.delenv("PAGEKV_TOKENIZER", raising=False)
 
     def told(model: str, *manager_args: str, has_tokenizer: bool = False) -> bool:
-        stack = Stack(StackConfig(port=0, executor_port=0, manager_args=manager_args))
+        stack = Stack(StackConfig(port=0, manager_args=manager_args))
         stack.target = server.target
         server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id=model, has_tokenizer=has_tokenizer))
         announce(stack, make_parser().parse(["up"]), Terminal())

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -53,10 +54,10 @@ def test_both_start_and_the_manager_stops_first(journal: Path) -> None:
     assert lines[-2:] == ["manager stopped", "executor stopped"]
     told = dict(line for line in logs if line[1].startswith("hello from"))
     assert re.fullmatch(
-        rf"hello from executor --listen {stack.executor_target} --port-file \S+ --backend=oracle", told["executor"]
+        rf"hello from executor --listen {stack.executor_targets[0]} --port-file \S+ --backend=oracle", told["executor"]
     )
     assert re.fullmatch(
-        rf"hello from manager --executor {stack.executor_target} --listen {stack.target} --port-file \S+ "
+        rf"hello from manager --executor {stack.executor_targets[0]} --listen {stack.target} --port-file \S+ "
         "--block-size=8",
         told["manager"],
     )
@@ -204,11 +205,36 @@ def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
 
 def test_ports_are_of_the_stack_before_its_processes_listen(journal: Path) -> None:
     """A process that asks for any port is given none of them."""
-    with Stack(config(journal)) as stack:
-        for target in (stack.target, stack.executor_target):
+    with Stack(config(journal, executor_port=0)) as stack:
+        for target in (stack.target, stack.executor_targets[0]):
             host, _, port = target.rpartition(":")
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind((host, int(port)))
+        stack.start()
+        assert stack.wait_ready(120)
+
+
+def test_executors_listen_at_sockets_that_only_this_user_can_open(journal: Path) -> None:
+    with Stack(config(journal, replicas=2)) as stack:
+        stack.start()
+        assert stack.wait_ready(120)
+        paths = [Path(target.removeprefix("unix:")) for target in stack.executor_targets]
+        assert len(set(paths)) == 2
+        for path in paths:
+            assert path.is_socket()
+            assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert not paths[0].parent.exists()
+
+
+def test_where_paths_are_too_long_for_sockets_executors_have_ports(
+    journal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("é" * 50)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with Stack(config(journal)) as stack:
+        (target,) = stack.executor_targets
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", target)
         stack.start()
         assert stack.wait_ready(120)
 
@@ -234,7 +260,8 @@ def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(jou
 
 def test_a_host_is_that_of_what_clients_connect_to(journal: Path) -> None:
     """An executor can be taken from its manager by anybody who reaches it, and only the manager has to."""
-    stack = Stack(config(journal, host="0.0.0.0", replicas=2, gateway=GatewayConfig(port=0, command=["smg"])))
+    gateway = GatewayConfig(port=0, command=["smg"])
+    stack = Stack(config(journal, host="0.0.0.0", executor_port=0, replicas=2, gateway=gateway))
     outer, inner = [*stack.targets, stack.gateway_target], [*stack.executor_targets, stack.gateway_metrics_target]
     assert {address.rpartition(":")[0] for address in outer} == {"0.0.0.0"}
     assert {address.rpartition(":")[0] for address in inner} == {"127.0.0.1"}
@@ -306,7 +333,7 @@ def test_of_several_pairs_one_may_die(journal: Path) -> None:
 def test_where_nobody_can_finish_a_stream_nobody_waits_for_it() -> None:
     """A manager whose executor was killed would give its streams the whole of its grace."""
     oracle = ["--backend=oracle", "--model=demo", "--step-time-ms=20"]
-    with Stack(StackConfig(port=0, executor_port=0, executor_args=oracle)) as stack:
+    with Stack(StackConfig(port=0, executor_args=oracle)) as stack:
         stack.start()
         assert stack.wait_ready(120)
         command = [sys.executable, "-m", "pagekv.client.cli", "--target", stack.target, "generate", "x"]

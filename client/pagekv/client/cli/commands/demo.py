@@ -47,7 +47,7 @@ LONG_PROMPT = (
 _SEED = 20
 # Values for flags of `up` that the demo does not have: free ports, and only an executor and a manager.
 OWN_STACK = {
-    **{"host": LOOPBACK, "port": 0, "executor_port": 0, "insecure": None, "certs": None, "identities": None},
+    **{"host": LOOPBACK, "port": 0, "executor_port": None, "insecure": None, "certs": None, "identities": None},
     **{"no_http": True, "gateway": False, "replicas": 1, "gateway_port": None, "policy": None, "gateway_args": None},
 }
 

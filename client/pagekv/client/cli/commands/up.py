@@ -75,12 +75,13 @@ def add(commands: Subparsers) -> None:
         aliases=ALIASES,
     )
     port = integer(0, 65535)
-    words = "address that manager, page and gateway listen on; executors always listen on 127.0.0.1"
+    words = "address that manager, page and gateway listen on"
     parser.flag("host", words, default="127.0.0.1", type=listening_host, metavar="HOST")
     parser.flag("insecure", INSECURE_HELP, default=False)
     words = "port for clients; 0 takes a free one; with --replicas the port of the first manager"
     parser.flag("port", words, default=50051, type=port, metavar="PORT")
-    parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
+    words = "port of the executor on 127.0.0.1; 0 takes a free one [none: a Unix socket that only this user can open]"
+    parser.flag("executor-port", words, default=None, type=port, metavar="PORT")
     group = parser.add_argument_group("the live page (pip install 'pagekv[observe]')")
     either = group.add_mutually_exclusive_group()
     words = "port of the page and of Prometheus metrics; if it is 0 or taken, a free one [8080]"

@@ -170,7 +170,7 @@ def run_up(
     if not ready:
         monkeypatch.setattr(up, "wait_ready", lambda *_: False)
     try:
-        assert up.run(make_parser().parse(["up", "--no-http", "--port", "0", "--executor-port", "0"]), Terminal()) == 0
+        assert up.run(make_parser().parse(["up", "--no-http", "--port", "0"]), Terminal()) == 0
     finally:
         assert all(child.popen.poll() is not None for child in stacks[0].children)
     return stacks[0]
@@ -283,7 +283,7 @@ def test_a_signal_before_anything_is_ready_stops_it(
 
 @pytest.mark.parametrize("process", ["manager", "executor"])
 def test_tls_comes_with_a_directory(process: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "--port", "0", "--executor-port", "0", f"--{process}-args=--tls-cert a.pem"]) == 2
+    assert main(["up", "--port", "0", f"--{process}-args=--tls-cert a.pem"]) == 2
     assert "--tls-cert (PAGEKV_TLS_CERT): not with this command; pagekv up has --certs DIR" in capsys.readouterr().err
 
 
