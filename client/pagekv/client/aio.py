@@ -69,7 +69,8 @@ class AsyncPageKVClient(ClientCalls):
         """Closes the connection unless it was given as `channel`; calls still running raise Cancelled. Idempotent."""
         if self._owns_channel:
             self._pauses.close()
-            await self._channel.close()
+            for channel in self._channels():
+                await channel.close()
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Generates and yields chunks as they arrive. Closing the stream, or cancelling its task, aborts the request.

@@ -100,7 +100,8 @@ class PageKVClient(ClientCalls):
         """Closes the connection unless it was given as `channel`; calls still running raise Cancelled. Idempotent."""
         if self._owns_channel:
             self._pauses.close()
-            self._channel.close()
+            for channel in self._channels():
+                channel.close()
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Stream:
         """Generates and yields chunks as they arrive. Closing the stream aborts the request.

@@ -15,9 +15,10 @@ import grpc
 
 from pagekv.client.channel import channel_options, target_or_default
 from pagekv.client.errors import from_rpc_error
-from pagekv.client.identity import FilePath, authorization, for_tenant, tls_credentials
+from pagekv.client.identity import FilePath, authorization, for_tenant, tls_files
 from pagekv.client.options import with_options_of
 from pagekv.client.outage import Pauses
+from pagekv.client.renewed_channel import RenewedChannel
 from pagekv.client.settings import CallOptions, CallSettings
 from pagekv.client.wire import flat
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
@@ -90,7 +91,8 @@ class Connection:
         one PAGEKV_API_KEY. To another machine only with TLS.
         `act_for`: the tenant whose calls these are, 1 to 64 characters of [A-Za-z0-9._-], for a caller that may name
         one; without it they are the caller's own.
-        `ca`: for TLS, a PEM file of the authority that signed the manager's certificate; without one PAGEKV_CA.
+        `ca`: for TLS, a PEM file of the authority that signed the manager's certificate; without one PAGEKV_CA. Files
+        are read again when they change: later calls use the new content.
         `client_cert`, `client_key`: for TLS, PEM files of one's own certificate and its key, both or neither; without
         them PAGEKV_CLIENT_CERT and PAGEKV_CLIENT_KEY. Without `ca` and these nothing is encrypted, metadata included.
         `credentials`: TLS of one's own making instead, such as `grpc.ssl_channel_credentials()`.
@@ -102,9 +104,8 @@ class Connection:
         self._settings = CallSettings().changed(type(self).__name__, options, arguments)
         self._check_own(credentials, channel)
         beside = "channel" if channel is not None else "credentials" if credentials is not None else ""
-        tls = tls_credentials(ca=ca, client_cert=client_cert, client_key=client_key, beside=beside)
-        credentials = credentials or tls
-        encrypted = channel is not None or credentials is not None
+        files = tls_files(ca=ca, client_cert=client_cert, client_key=client_key, beside=beside)
+        encrypted = channel is not None or credentials is not None or files is not None
         entries = authorization(api_key, self._settings.metadata, self.target, encrypted=encrypted)
         entries = for_tenant(act_for, entries)
         self._settings = self._settings.changed(type(self).__name__, {"metadata": entries})
@@ -112,7 +113,9 @@ class Connection:
         self._owns_channel = channel is None
         # Shared with the clients that `with_options` gives.
         self._pauses = Pauses()
-        self._channel = channel = self._open_channel(credentials) if channel is None else channel
+        if channel is None:
+            channel = RenewedChannel(files, self._open_channel) if files else self._open_channel(credentials)
+        self._channel = channel
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
         self._cache = cache_service_pb2_grpc.CacheServiceStub(channel)
@@ -134,6 +137,10 @@ class Connection:
         if credentials is None:
             return self._library.insecure_channel(self.target, options=limits)
         return self._library.secure_channel(self.target, credentials, options=limits)
+
+    def _channels(self) -> list[Any]:
+        """The channels to close, after which none is opened."""
+        return self._channel.shut() if isinstance(self._channel, RenewedChannel) else [self._channel]
 
     @with_options_of(CallOptions)
     def with_options(self, **options: Unpack[CallOptions]) -> Self:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ import grpc
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.common.loopback import is_local
+from pagekv.common.watched_files import state_of
 
 API_KEY_VARIABLE = "PAGEKV_API_KEY"
 # Environment variables by argument.
@@ -79,13 +81,43 @@ def for_tenant(act_for: str | None, entries: Entries) -> Entries:
     return (*entries, (TENANT, act_for))
 
 
-def tls_credentials(
-    *, ca: FilePath | None, client_cert: FilePath | None, client_key: FilePath | None, beside: str = ""
-) -> grpc.ChannelCredentials | None:
-    """Credentials from the given files, or else from the files that the environment names; None if there are none.
+class TlsFiles:
+    """The PEM files of a client that uses TLS. Without an authority gRPC's built-in ones are trusted."""
 
-    Without `ca`, gRPC's built-in authorities are trusted. `beside` is the name of an argument that already has
-    credentials, if one is given: files are then refused, and the environment is ignored. Raises InvalidRequest.
+    def __init__(self, paths: Mapping[str, tuple[FilePath, str]]) -> None:
+        """`paths`: by argument, one or more, each with the source of a path that is not from the argument. Raises
+        InvalidRequest.
+        """
+        self._paths = paths
+        self._read: list[object] = []
+        self.credentials()
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of the present content. Raises InvalidRequest for a file that gRPC could not use."""
+        # Before the files are read, so that a change meanwhile is seen afterwards.
+        states = self._states()
+        files = {name: _File(name, path, source) for name, (path, source) in self._paths.items()}
+        _check(files)
+        self._read = states
+        pem = {name: file.pem for name, file in files.items()}
+        return grpc.ssl_channel_credentials(pem.get("ca"), pem.get("client_key"), pem.get("client_cert"))
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether the content may be another than that of the last credentials."""
+        return self._states() != self._read
+
+    def _states(self) -> list[object]:
+        return [state_of(path) for path, _ in self._paths.values()]
+
+
+def tls_files(
+    *, ca: FilePath | None, client_cert: FilePath | None, client_key: FilePath | None, beside: str = ""
+) -> TlsFiles | None:
+    """The given files, or else those that the environment names; None if there are none.
+
+    `beside` is the name of an argument that already has credentials, if one is given: files are then refused, and the
+    environment is ignored. Raises InvalidRequest.
     """
     given = {"ca": ca, "client_cert": client_cert, "client_key": client_key}
     if beside:
@@ -93,19 +125,18 @@ def tls_credentials(
             if path is not None:
                 raise InvalidRequest(name, f"must be left out beside {beside}, which has its own")
         return None
-    files = {name: _File(name, path) for name, path in given.items() if path is not None}
-    for name in given.keys() - files.keys():
+    paths = {name: (path, "") for name, path in given.items() if path is not None}
+    for name, (path, _) in paths.items():
+        if not isinstance(path, (str, Path)) or not str(path):
+            raise InvalidRequest(name, f"must be the path of a PEM file, is {path!r:.80}")
+    for name in given.keys() - paths.keys():
         # A variable that is empty is none.
         if value := os.environ.get(FILE_VARIABLES[name]):
-            files[name] = _File(name, value, f" (from {FILE_VARIABLES[name]})")
+            paths[name] = (value, f" (from {FILE_VARIABLES[name]})")
     for name, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
-        if name in files and other not in files:
+        if name in paths and other not in paths:
             raise InvalidRequest(name, f"needs {other}, too: give both or neither")
-    if not files:
-        return None
-    _check(files)
-    pem = {name: file.pem for name, file in files.items()}
-    return grpc.ssl_channel_credentials(pem.get("ca"), pem.get("client_key"), pem.get("client_cert"))
+    return TlsFiles(paths) if paths else None
 
 
 class _File:
@@ -113,8 +144,6 @@ class _File:
 
     def __init__(self, name: str, path: FilePath, source: str = "") -> None:
         self.name = name
-        if not isinstance(path, (str, Path)) or not str(path):
-            raise InvalidRequest(name, f"must be the path of a PEM file, is {path!r:.80}")
         self.path = Path(path)
         self.shown = f"{path}{source}"
         try:
@@ -145,8 +174,8 @@ def _check(files: dict[str, _File]) -> None:
         authority.must_have(_CERTIFICATE, "a certificate")
         try:
             context.load_verify_locations(cafile=authority.path)
-        except ssl.SSLError as error:
-            raise authority.refuse(f"is no certificate: {error.reason or error}") from error
+        except OSError as error:
+            raise authority.refuse(f"is no certificate: {_reason(error)}") from error
     if "client_key" in files:
         certificate, key = files["client_cert"], files["client_key"]
         certificate.must_have(_CERTIFICATE, "a certificate")
@@ -156,7 +185,12 @@ def _check(files: dict[str, _File]) -> None:
         try:
             # The password keeps OpenSSL from asking at the terminal.
             context.load_cert_chain(certificate.path, key.path, password="")
-        except ssl.SSLError as error:
-            if error.reason == "KEY_VALUES_MISMATCH":
+        except OSError as error:
+            if _reason(error) == "KEY_VALUES_MISMATCH":
                 raise key.refuse(f"is not the key of the certificate {certificate.path}") from error
-            raise certificate.refuse(f"is no certificate with the key {key.path}: {error.reason or error}") from error
+            raise certificate.refuse(f"is no certificate with the key {key.path}: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> object:
+    """Of OpenSSL, which may also find the file gone."""
+    return getattr(error, "reason", "") or error.strerror or error

@@ -84,13 +84,14 @@ class WatchedFiles:
             log.info("files have changed and were read again", what=self.what)
 
     def _state(self) -> _State:
-        return tuple(_state_of(path) for path in self._paths)
+        return tuple(state_of(path) for path in self._paths)
 
 
-def _state_of(path: Path) -> tuple[int, ...] | None:
+def state_of(path: Path | str) -> tuple[int, ...] | None:
     """Numbers that change with the file's content, permissions, or a link to it; None if there is no file."""
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
+        # ValueError: a null byte in the path.
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

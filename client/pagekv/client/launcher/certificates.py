@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from pagekv.client.identity import tls_credentials
+from pagekv.client.identity import tls_files
 
 # Names of the files in a directory of certificates, by role.
 MANAGER, EXECUTOR, PROBE, CLIENT = "manager", "executor", "probe", "client"
@@ -43,9 +43,9 @@ class StackCertificates:
         file.
         """
         cert, key = self._pair(role)
-        made = tls_credentials(ca=self._ca, client_cert=cert, client_key=key)
-        assert made is not None, "there are files"
-        return made
+        files = tls_files(ca=self._ca, client_cert=cert, client_key=key)
+        assert files is not None, "they are given"
+        return files.credentials()
 
     def check(self) -> None:
         """Raises InvalidRequest, whose message names the file, if a file cannot be used."""
