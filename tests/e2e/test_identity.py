@@ -207,7 +207,7 @@ def test_refusals_are_counted_and_written_down(protected: ProtectedStack) -> Non
         status_of(channel, "/pagekv.v1.OperatorService/ResetPrefixCache", bearer(KEYS["olga"]))
     _, metrics = get(protected, "/metrics", ("Authorization", f"Bearer {KEYS['meter']}"))
     assert "pagekv_refused_calls_total{reason=" in metrics
-    assert 'pagekv_reload_failures_total{files="identities"}' in metrics
+    assert 'pagekv_files_refused{files="identities"} 0.0' in metrics
     assert "pagekv_certificate_end_seconds" in metrics
     log = protected.folder / "audit.jsonl"
 

@@ -105,10 +105,12 @@ class Tls:
         return bool(self._material.chain)
 
     @property
-    def not_after(self) -> datetime | None:
-        """Earliest expiry of the process's own certificates; None without one."""
-        ends_first = self._material.ends_first
-        return ends_first[0].not_valid_after_utc if ends_first is not None else None
+    def validity(self) -> tuple[datetime, datetime] | None:
+        """Beginning and end of the certificate that ends first of the process's own; None without one."""
+        if self._material.ends_first is None:
+            return None
+        certificate, _ = self._material.ends_first
+        return certificate.not_valid_before_utc, certificate.not_valid_after_utc
 
     def _warn_of_end(self) -> None:
         """Logs once that a certificate in use ends soon, and once that it has ended, which nothing else would say:

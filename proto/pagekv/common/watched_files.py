@@ -38,7 +38,6 @@ class WatchedFiles:
         on the event loop at each check, whether files have changed or not.
         """
         self.what = what
-        self.failures = 0
         self._paths = tuple(paths)
         self._reload = reload
         self._at_each_check = at_each_check
@@ -46,11 +45,16 @@ class WatchedFiles:
         # Words of the error for which the present files are not in use; empty if they are.
         self._error = ""
 
+    @property
+    def are_refused(self) -> bool:
+        """Whether the present files cannot be used, so that the earlier content stays in force."""
+        return bool(self._error)
+
     async def watch(self, interval_s: float = INTERVAL_S) -> None:
         """Checks the files every `interval_s` seconds, for ever. Files that have changed are reloaded when they have
         stayed the same for one interval, because a certificate and its key are not replaced at the same moment. If they
-        cannot be used, the former content stays in use, the error is logged and counted, and the files are tried again
-        every `RETRY_CHECKS` intervals, which logs only another error.
+        cannot be used, the former content stays in use, the error is logged, and the files are tried again every
+        `RETRY_CHECKS` intervals, which logs only another error.
         """
         seen = self._read
         checks = 0
@@ -72,8 +76,6 @@ class WatchedFiles:
                 apply()
         except Exception as error:
             # Errors of any kind: if the watch ended, old keys and certificates would stay in use for ever.
-            if changed:
-                self.failures += 1
             if changed or repr(error) != self._error:
                 known = isinstance(error, (OSError, ValueError))
                 words = "files have changed and cannot be used; the earlier content stays in force"

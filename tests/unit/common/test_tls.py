@@ -112,7 +112,7 @@ async def test_a_rotation_holds_for_new_connections_and_breaks_none(authority: A
             await until_true(lambda: ask_ok(server.port, client(newer.ca)))
             assert await ask(server.port, client(authority.ca)) == "UNAVAILABLE"
             await health_of(channel)  # as before, over the connection that was open
-        assert tls.files.failures == 0
+        assert not tls.files.are_refused
     finally:
         watching.cancel()
         await server.stop(0)
@@ -166,7 +166,7 @@ async def test_the_log_warns_of_the_end_of_a_certificate(
     assert "ends soon" in caplog.records[0].message
     assert "has ended, new connections fail" in caplog.records[1].message
     authority.pair("server", until=timedelta(days=30))
-    await until(lambda: tls.not_after is not None and tls.not_after > now)
+    await until(lambda: tls.validity is not None and tls.validity[1] > now)
     caplog.clear()
     await asyncio.sleep(0.1)
     assert logged() == []
@@ -241,7 +241,7 @@ async def test_files_that_cannot_be_used_leave_what_was_read_before(
     watching = asyncio.create_task(tls.files.watch(0.02))
     try:
         pair.cert.write_text("no certificate\n")
-        await until(lambda: tls.files.failures > 0)
+        await until(lambda: tls.files.are_refused)
         assert await ask(server.port, client(authority.ca)) == "OK"
         fields = [getattr(record, "fields", {}) for record in caplog.records]
         reasons = [str(each["error"]) for each in fields if "error" in each]
@@ -355,7 +355,7 @@ async def test_text_between_the_certificates_of_authorities_is_left_out(text: st
 def test_without_an_authority_of_the_peer_a_connection_is_not_encrypted(authority: Authority) -> None:
     tls = Tls(config_of(authority.pair("server")))
     assert tls.channel_credentials() is None
-    assert tls.not_after is not None
+    assert tls.validity is not None
     alone = Tls(TlsConfig(), ("executor-ca", str(authority.ca)))
     assert alone.channel_credentials() is not None
     assert not alone.serves
@@ -370,8 +370,8 @@ def test_a_certificate_of_its_own_is_for_the_peer(authority: Authority, tmp_path
         tls = Tls(config, ("executor-ca", str(authority.ca)), peer)
         assert tls.serves == bool(config.tls_cert)
         assert tls.channel_credentials() is not None
-        assert tls.not_after is not None
-        assert (tls.not_after - datetime.now(UTC)).days <= 2
+        assert tls.validity is not None
+        assert (tls.validity[1] - datetime.now(UTC)).days <= 2
     stranger = PairFiles("executor-cert", str(short.cert), "executor-key", str(tmp_path / "gone"))
     with pytest.raises(TlsError, match=f"^--executor-key {tmp_path}/gone: No such file"):
         Tls(TlsConfig(), ("executor-ca", str(authority.ca)), stranger)

@@ -314,7 +314,7 @@ async def test_the_file_is_read_again_as_a_whole_or_not_at_all(entrance: Entranc
     await until_known(entrance, "CN=other", True)
     # A key that is good, behind a section that is not.
     entrance.path.write_text(entrance.path.read_text().replace("CN=other", "CN=third") + "[keys.x]\nsha256 = 5\n")
-    await until(lambda: entrance.gate.files.failures == 1)
+    await until(lambda: entrance.gate.files.are_refused)
     await until_known(entrance, "CN=other", True)
     await until_known(entrance, "CN=third", False)
     watching.cancel()

@@ -1,4 +1,4 @@
-"""Metrics of TLS and of the gate: the certificate's expiry, files and key sets that could not be used, refused calls,
+"""Metrics of TLS and of the gate: the certificate's validity, files and key sets that cannot be used, refused calls,
 lost lines of the audit log.
 """
 
@@ -21,15 +21,16 @@ class AccessCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         access = self._access
-        if access.tls is not None and access.tls.not_after is not None:
-            text = "End of validity of the manager's certificate, in seconds since 1970"
-            yield GaugeMetricFamily("pagekv_certificate_end_seconds", text, access.tls.not_after.timestamp())
+        if access.tls is not None and access.tls.validity is not None:
+            for name, words, when in zip(("begin", "end"), ("Beginning", "End"), access.tls.validity, strict=True):
+                text = f"{words} of validity of the manager's certificate, in seconds since 1970"
+                yield GaugeMetricFamily(f"pagekv_certificate_{name}_seconds", text, when.timestamp())
         if access.files:
-            text = "Changes of files that could not be used; the earlier content stays in force"
-            failures = CounterMetricFamily("pagekv_reload_failures", text, labels=["files"])
+            text = "1 while changed files cannot be used; the earlier content stays in force"
+            refused_files = GaugeMetricFamily("pagekv_files_refused", text, labels=["files"])
             for files in access.files:
-                failures.add_metric([files.what], files.failures)
-            yield failures
+                refused_files.add_metric([files.what], files.are_refused)
+            yield refused_files
         if access.gate is not None:
             refused = CounterMetricFamily("pagekv_refused_calls", "Refused calls, by reason", labels=["reason"])
             for reason, count in access.gate.refusals.items():

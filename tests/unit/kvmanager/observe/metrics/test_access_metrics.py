@@ -6,11 +6,13 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
+from cryptography import x509
 from prometheus_client import CollectorRegistry, generate_latest
 from support.access.calls import Call, bearer
 from support.access.issuer import AUDIENCE, ISSUER, token
 from support.clients.certificates import Authority
 from support.clients.protected_stack import write_identities
+from support.event_loop import until
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.tls_flags import TlsConfig
@@ -39,14 +41,14 @@ def test_nothing_for_what_no_flag_turns_on(tmp_path: Path) -> None:
     assert not [name for name in found if "certificate_end" in name or "audit" in name]
 
 
-def test_the_end_of_the_certificate(tmp_path: Path) -> None:
+def test_the_validity_of_the_certificate(tmp_path: Path) -> None:
     pair = Authority(tmp_path).pair("pagekv-manager")
     access = open_access(AccessConfig(TlsConfig(str(pair.cert), str(pair.key))))
-    assert access.tls is not None
-    assert access.tls.not_after is not None
+    (leaf,) = x509.load_pem_x509_certificates(pair.pem)
     assert shown(access) == {
-        "pagekv_certificate_end_seconds": access.tls.not_after.timestamp(),
-        'pagekv_reload_failures_total{files="TLS"}': 0,
+        "pagekv_certificate_begin_seconds": leaf.not_valid_before_utc.timestamp(),
+        "pagekv_certificate_end_seconds": leaf.not_valid_after_utc.timestamp(),
+        'pagekv_files_refused{files="TLS"}': 0,
     }
 
 
@@ -62,7 +64,10 @@ def test_what_was_refused_and_what_failed_is_counted(tmp_path: Path) -> None:
         for call in calls:
             with suppress(PageKVError):
                 await access.gate.admit_call(GENERATE, call)
-        access.gate.files.failures += 1
+        watching = asyncio.create_task(access.gate.files.watch(0.02))
+        identities.write_text("no TOML")
+        await until(lambda: access.files[0].are_refused)
+        watching.cancel()
 
     asyncio.run(ask())
     access.close()
@@ -74,7 +79,7 @@ def test_what_was_refused_and_what_failed_is_counted(tmp_path: Path) -> None:
         'pagekv_refused_calls_total{reason="unknown_key"}': 2,
         'pagekv_refused_calls_total{reason="no_role"}': 1,
         'pagekv_refused_calls_total{reason="invalid_token"}': 1,
-        'pagekv_reload_failures_total{files="identities"}': 1,
+        'pagekv_files_refused{files="identities"}': 1,
         "pagekv_key_set_failures_total": 1,
         "pagekv_lost_audit_lines_total": 1,
     }
