@@ -121,8 +121,14 @@ _HANDSHAKES = (
         "it does not speak gRPC: is this the port of the live page, or of a gateway? Name the manager's port with "
         "--target (target= in Python)",
     ),
-    ("certificate has expired", "its certificate, or that of its authority, has expired"),
-    ("certificate is not yet valid", "its certificate is not valid yet: compare the clocks"),
+    (
+        "certificate has expired",
+        "its certificate, or that of its authority, has expired by this machine's clock: renew it, or set the clock",
+    ),
+    (
+        "certificate is not yet valid",
+        "its certificate, or that of its authority, is not valid yet by this machine's clock: set the clocks of both",
+    ),
     (
         "local issuer certificate",
         "its certificate is not signed by an authority trusted here: name its authority with --ca (ca= in Python)",
@@ -141,7 +147,8 @@ _HANDSHAKES = (
     (
         "Socket closed",
         "it closes every connection at once: does it want TLS (--ca; ca= in Python), or a client certificate of an "
-        "authority that it trusts (--client-cert; client_cert=)? Or does a proxy there find no manager?",
+        "authority that it trusts, which has not expired by its clock (--client-cert; client_cert=)? Or does a proxy "
+        "there find no manager?",
     ),
 )
 # The message of gRPC's server for a request above its size limit, which never reaches code that could name a field.

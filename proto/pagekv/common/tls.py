@@ -280,9 +280,10 @@ def _authorities(flag: str, path: str, left_out: list[tuple[TlsError, str]]) -> 
 def _check_time(flag: str, path: str, certificate: x509.Certificate) -> None:
     now = datetime.now(UTC)
     if certificate.not_valid_after_utc < now:
-        raise TlsError(
-            f"--{flag} {path}: the certificate expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        )
+        end = certificate.not_valid_after_utc
+        words = "renew it, or set this machine's clock"
+        raise TlsError(f"--{flag} {path}: the certificate expired at {end:%Y-%m-%d %H:%M} UTC: {words}")
     if certificate.not_valid_before_utc > now:
         since = certificate.not_valid_before_utc
-        raise TlsError(f"--{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC")
+        words = "wait, or set this machine's clock"
+        raise TlsError(f"--{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC: {words}")

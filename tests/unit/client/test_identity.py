@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,35 @@ def test_a_certificate_of_another_name_is_told_apart(make_client: Any, tmp_path:
     for server in served_with(tmp_path, "nameless"):
         with pytest.raises(Unreachable, match="its certificate is not for this name"):
             make_client(server.target, ca=tmp_path / "ca.pem").stats()
+
+
+@pytest.mark.parametrize(
+    ("since", "until", "words"),
+    [
+        (-2, -1, "has expired by this machine's clock: renew it, or set the clock"),
+        (1, 2, "is not valid yet by this machine's clock: set the clocks of both"),
+    ],
+)
+def test_a_clock_that_is_a_day_off_is_told_apart(
+    make_client: Any, tmp_path: Path, since: int, until: int, words: str
+) -> None:
+    authority = Authority(tmp_path)
+    authority.pair("manager", since=timedelta(days=since), until=timedelta(days=until))
+    for server in served_with(tmp_path, "manager"):
+        with pytest.raises(Unreachable, match=words):
+            make_client(server.target, ca=authority.ca).stats()
+
+
+def test_a_client_certificate_that_has_expired_is_refused(make_client: Any, tmp_path: Path) -> None:
+    """The manager gives no reason, so that the words name several."""
+    authority = Authority(tmp_path)
+    pair, signed = authority.pair("manager"), authority.ca.read_bytes()
+    ended = authority.pair("client", since=timedelta(days=-2), until=timedelta(days=-1))
+    server = ScriptedServer(credentials=grpc.ssl_server_credentials([(pair.key_pem, pair.pem)], signed, True))
+    server.start()
+    with pytest.raises(Unreachable, match="which has not expired by its clock"):
+        make_client(server.target, ca=authority.ca, client_cert=ended.cert, client_key=ended.key).stats()
+    server.finish()
 
 
 def test_a_client_certificate_does_not_serve(certificates: Path, make_client: Any) -> None:

@@ -35,8 +35,13 @@ def test_each_file_that_cannot_be_used_is_named_with_its_flag(authority: Authori
     assert refusal(config_of(Pair(gone, good.key))) == f"--tls-cert {gone}: No such file or directory"
     assert refusal(config_of(Pair(text, good.key))) == f"--tls-cert {text}: must be certificates in PEM"
     assert refusal(config_of(Pair(good.cert, other.key))).endswith(f"is not the key of the certificate in {good.cert}")
-    assert f"--tls-cert {late.cert}: the certificate expired at 20" in refusal(config_of(late))
-    assert f"--tls-cert {early.cert}: the certificate is not valid before 20" in refusal(config_of(early))
+    for pair, problem, remedy in (
+        (late, "the certificate expired at 20", "UTC: renew it, or set this machine's clock"),
+        (early, "the certificate is not valid before 20", "UTC: wait, or set this machine's clock"),
+    ):
+        words = refusal(config_of(pair))
+        assert words.startswith(f"--tls-cert {pair.cert}: {problem}")
+        assert words.endswith(remedy)
     assert refusal(config_of(good, text)) == f"--tls-client-ca {text}: must be certificates in PEM"
     assert refusal(config_of(good), ("executor-ca", str(gone))).startswith(f"--executor-ca {gone}: ")
     text.chmod(0o600)

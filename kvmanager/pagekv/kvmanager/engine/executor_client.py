@@ -227,7 +227,7 @@ _MEANINGS = {
     "Trying to connect an http1.x server": f"the server at {{0}} does not speak gRPC: {_NAME_IT}",
     "WRONG_VERSION_NUMBER": "the executor at {0} answers without TLS: give it --tls-cert, or leave --executor-ca out",
     "certificate has expired|certificate is not yet valid": "the certificate of the executor at {0}, or that of its "
-    "authority, has expired or is not valid yet",
+    "authority, has expired or is not valid yet by this machine's clock: renew it, or set the clock",
     "local issuer certificate|certificate signature failure": "the certificate of the executor at {0} is not signed by "
     "an authority in --executor-ca",
     "Hostname Verification Check failed": "the certificate of the executor at {0} is not for this name: name it with "

@@ -104,7 +104,8 @@ def test_an_address_where_nothing_answers(target: str, words: str) -> None:
         ("shows nothing", "closes every connection at once: it wants TLS .* --tls-client-ca .--executor-cert, else"),
         ("another authority", "is not signed by an authority in --executor-ca"),
         ("an authority of the same name", "is not signed by an authority in --executor-ca"),
-        ("expired", "or that of its authority, has expired"),
+        ("expired", "or that of its authority, has expired .*: renew it, or set the clock"),
+        ("early", "or is not valid yet by this machine's clock: renew it, or set the clock"),
         ("another name", "is not for this name: name it with --executor as its certificate does"),
     ],
 )
@@ -114,7 +115,8 @@ async def test_a_refused_handshake_says_what_to_do(case: str, words: str, tmp_pa
     (tmp_path / "other").mkdir()
     same_name, stranger = Authority(tmp_path / "other"), Authority(tmp_path, "stranger")
     ends = timedelta(days=-1 if case == "expired" else 30)
-    pair, own = signer.pair("executor", since=timedelta(days=-3), until=ends), signer.pair("manager")
+    since = timedelta(days=1 if case == "early" else -3)
+    pair, own = signer.pair("executor", since=since, until=ends), signer.pair("manager")
     server = grpc.aio.server()
     pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(grpc.StatusCode.OK), server)
     shown = [(pair.key_pem, pair.pem)]
