@@ -163,13 +163,12 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: Worl
     """
     stop = stop_event()
     try:
-        tls = _read_tls(config)
-    except (ImportError, ValueError) as error:
+        executor = Executor(config, load, _read_tls(config))
+    except (ImportError, OSError, ValueError) as error:
         _say_why(error, config.port_file, listening=False)
         if not world.anew:
             end_torchrun(world)
         return 1
-    executor = Executor(config, load, tls)
     try:
         with phases_told(config.port_file):
             status = await executor.run(stop)

@@ -34,6 +34,8 @@ EPOCH_KEY = "pagekv-epoch"
 # processes, the HTTP port, files. If descriptors are few, connections get at least half of them.
 MAX_CONNECTIONS = 4096
 KEPT_DESCRIPTORS = 256
+# With fewer no server starts. A manager has 20 before its first connection, and gRPC crashes where it gets none.
+LEAST_DESCRIPTORS = 64
 # Milliseconds after which a connection that does not speak HTTP/2 is closed; and after which a connection without calls
 # is closed, or a call without a request is ended. Clients connect again by themselves for their next call.
 HANDSHAKE_MS = 10_000
@@ -217,6 +219,12 @@ class GrpcServer:
         self._listen = listen
         self._credentials = credentials
         self._names = [*services]
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptors < LEAST_DESCRIPTORS:
+            raise OSError(
+                f"this process may have {descriptors} open files, and needs {LEAST_DESCRIPTORS} or more: raise its "
+                "limit (ulimit -Hn; LimitNOFILE= of systemd)"
+            )
         options = dict(SERVER_OPTIONS)
         options |= {
             "grpc.max_allowed_incoming_connections": min(connections, connection_limit()),

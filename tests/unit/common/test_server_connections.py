@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients.stack import environment
 
 from pagekv.common import server
+from pagekv.common.port_file import read_port_file
 from pagekv.common.server import GrpcServer, connection_limit
 
 # A client that speaks HTTP/2 and calls nothing: preface and empty settings.
@@ -126,6 +129,20 @@ def test_a_call_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_descriptors_are_kept_for_the_rest(monkeypatch: pytest.MonkeyPatch, descriptors: int, connections: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
     assert connection_limit() == connections
+
+
+@pytest.mark.parametrize("flags", [["pagekv.kvmanager"], ["pagekv.executor", "--backend", "oracle"]])
+def test_too_few_descriptors_are_refused_in_one_line(tmp_path: Path, flags: list[str]) -> None:
+    """gRPC ended with a segmentation fault."""
+    port_file = tmp_path / "port"
+    command = [sys.executable, "-m", *flags, "--listen=127.0.0.1:0", f"--port-file={port_file}"]
+    limited = ["sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *command]
+    ended = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1
+    words = "this process may have 16 open files, and needs 64 or more: raise its limit"
+    assert words in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert read_port_file(port_file)["cannot_start"].startswith(words)
 
 
 @pytest.fixture
