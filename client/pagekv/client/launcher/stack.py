@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import grpc
@@ -22,6 +21,7 @@ from pagekv.client.launcher.child_flags import event_endpoints, flag_value, grac
 from pagekv.client.launcher.errors import StackError
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, serves
 from pagekv.client.launcher.held_ports import HeldPorts
+from pagekv.client.launcher.own_folder import OwnFolder
 from pagekv.common.probe import check
 
 # -P in each command: a file of the working directory, such as torch.py, would otherwise replace the module of its name.
@@ -110,7 +110,7 @@ class Stack:
         for endpoints in self._event_endpoints:
             self._ports.hold(endpoints)
         # For port files and Unix sockets; exists only inside `with`.
-        self._directory: TemporaryDirectory[str]
+        self._folder: OwnFolder
         # In the order of starting.
         self.children: list[Child] = []
         # Names of processes whose death was reported.
@@ -118,7 +118,7 @@ class Stack:
 
     def __enter__(self) -> Self:
         try:
-            self._directory = TemporaryDirectory(prefix="pagekv-up-")
+            self._folder = OwnFolder("pagekv-stack-")
         except OSError as error:
             self._ports.close()
             raise StackError(
@@ -140,7 +140,7 @@ class Stack:
         """Unix sockets of the executors; none if the folder for temporary files has too long a name. With a Unix socket
         a message costs less of the cores than with TCP: on two cores, one request alone gets 1.1 times as many tokens.
         """
-        paths = [f"{self._directory.name}/executor-{pair + 1}.socket" for pair in range(self.config.replicas)]
+        paths = [f"{self._folder.path}/executor-{pair + 1}.socket" for pair in range(self.config.replicas)]
         short = all(len(os.fsencode(path)) <= _MOST_PATH for path in paths)
         return [f"unix:{path}" for path in paths] if short else []
 
@@ -152,7 +152,7 @@ class Stack:
             self.kill()
             raise
         finally:
-            self._directory.cleanup()
+            self._folder.remove()
             self._ports.close()
 
     def start(self) -> None:
@@ -182,7 +182,7 @@ class Stack:
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = role if self.config.replicas == 1 else f"{role} {pair + 1}"
-        port_file = Path(flag_value("port-file", args, {}) or f"{self._directory.name}/{name}")
+        port_file = Path(flag_value("port-file", args, {}) or self._folder.path / name)
         # A port file named by the user may be left from an earlier process.
         with suppress(OSError):
             port_file.unlink()
@@ -198,7 +198,7 @@ class Stack:
         grace = self._grace_s("manager")
         args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, managers, grace)
         ready = partial(serves, self.gateway_target, len(self.targets))
-        no_file = Path(self._directory.name, "gateway")
+        no_file = self._folder.path / "gateway"
         self.children.append(Child("gateway", [*config.command, *args], ready, no_file, self.config.on_log))
 
     def wait_ready(

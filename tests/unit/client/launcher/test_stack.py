@@ -70,7 +70,7 @@ def test_no_room_for_temporary_files_is_an_error_of_one_line(journal: Path, monk
     def nowhere(*_: object) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr("pagekv.client.launcher.stack.TemporaryDirectory", lambda prefix: nowhere(prefix))
+    monkeypatch.setattr("pagekv.client.launcher.stack.OwnFolder", lambda prefix: nowhere(prefix))
     stack = Stack(config(journal))
     with (
         pytest.raises(StackError, match=r"temporary files: No usable .* in \['/tmp'\]: free some space .* TMPDIR"),
