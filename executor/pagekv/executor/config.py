@@ -157,7 +157,11 @@ class ExecutorConfig:
         type=number(0, 3600),
         metavar="SECONDS",
     )
-    log_level: str = flag("lowest level to log", default="info", choices=LOG_LEVELS)
+    log_level: str = flag(
+        "lowest level to log; debug adds little: where a GPU that cannot be used failed",
+        default="info",
+        choices=LOG_LEVELS,
+    )
     log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
     # Empty: no file is written.
     port_file: str = flag(

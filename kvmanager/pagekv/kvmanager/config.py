@@ -48,7 +48,11 @@ class ManagerConfig:
         type=number(0, 3600),
         metavar="SECONDS",
     )
-    log_level: str = flag("lowest level to log", default="info", choices=LOG_LEVELS)
+    log_level: str = flag(
+        "lowest level to log; debug adds lines about each request: queued, computed from here, ended",
+        default="info",
+        choices=LOG_LEVELS,
+    )
     log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
     # Empty: no file is written.
     port_file: str = flag(

@@ -33,6 +33,7 @@ from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.observe.request_log import RequestLog
 from pagekv.kvmanager.tenants.accounts import Accounts
 from pagekv.kvmanager.tenants.open_calls import count_open_calls
 from pagekv.kvmanager.text.served_tokenizer import ServedTokenizer, load_tokenizer
@@ -87,6 +88,8 @@ class Manager:
         self.engine = EngineLoop(
             config.engine, self._on_attached, self._access.executor_credentials, accounts, self._access.secret
         )
+        if config.log_level == "debug":
+            self.engine.observers.add(RequestLog())
         self._exporters = Exporters(config.observe, config.engine)
         # Closes what `_start` opened besides gRPC and the exporters.
         self._opened = AsyncExitStack()

@@ -171,6 +171,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, PageKVError):
+            # Without the message, which may have a value of the caller's.
+            field = getattr(error, "field", "")
+            log.debug("a call was refused", method=method, error=type(error).__name__, field=field)
             if self._refused is not None:
                 self._refused(method, context, error)
             await abort_with(context, error)
@@ -214,17 +217,17 @@ class GrpcServer:
         """`listen`: host:port or unix:/path. `services`: full names of the services, for health and reflection.
         `credentials`: for TLS. `admit` decides who may call what; without it everybody may call everything. `refused`
         is called for each call that ends with an error. `connections`: most connections, or fewer if file descriptors
-        are few.
+        are few. Raises OSError if they are too few to serve at all.
         """
-        self._listen = listen
-        self._credentials = credentials
-        self._names = [*services]
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptors < LEAST_DESCRIPTORS:
             raise OSError(
                 f"this process may have {descriptors} open files, and needs {LEAST_DESCRIPTORS} or more: raise its "
                 "limit (ulimit -Hn; LimitNOFILE= of systemd)"
             )
+        self._listen = listen
+        self._credentials = credentials
+        self._names = [*services]
         options = dict(SERVER_OPTIONS)
         options |= {
             "grpc.max_allowed_incoming_connections": min(connections, connection_limit()),
