@@ -19,7 +19,7 @@ from pagekv.common.flags import (
     size_in_bytes,
     zero_or_integer,
 )
-from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
+from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS, refusal_in_json
 from pagekv.common.loopback import INSECURE_HELP, refuse_open
 from pagekv.common.tls_flags import TlsConfig, check_tls
 
@@ -196,6 +196,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     parser = FlagParser(
         PROG, "The executor: holds the model and the KV memory, and runs the steps that a KV-manager sends.", env=env
     )
+    parser.error_line = refusal_in_json("executor", argv, env)
     parser.elsewhere = {"pagekv-manager": MANAGER_FLAGS}
     add_version(parser)
     add_flags(parser, ExecutorConfig)

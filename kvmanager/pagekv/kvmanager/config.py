@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagekv.common.flags import FlagParser, add_flags, add_version, address, flag, flag_group, from_args, number
-from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
+from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS, refusal_in_json
 from pagekv.common.loopback import INSECURE_HELP, refuse_open
 from pagekv.kvmanager.access.flags import AccessConfig, check_access
 from pagekv.kvmanager.engine.config import EngineConfig
@@ -77,6 +77,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     parser = FlagParser(
         PROG, "The KV-manager: takes requests, decides what is in the KV cache and drives an executor.", env=env
     )
+    parser.error_line = refusal_in_json("kvmanager", argv, env)
     parser.elsewhere = {"pagekv-executor": EXECUTOR_FLAGS}
     add_version(parser)
     add_flags(parser, ManagerConfig)

@@ -55,6 +55,8 @@ class FlagParser(argparse.ArgumentParser):
         self.register("type", float, _any_number)
         # Whether errors are written as one line of JSON.
         self.as_json = False
+        # Makes the line of an error that is to be a line of the process's log.
+        self.error_line: Callable[[str], str] | None = None
         self._env = os.environ if env is None else env
         # By flag whose value came from its environment variable: the name of the variable.
         self._from_env: dict[str, str] = {}
@@ -163,7 +165,10 @@ class FlagParser(argparse.ArgumentParser):
         for flag, variable in self._from_env.items():
             if f"argument {flag}:" in message:
                 message = message.replace(f"argument {flag}:", f"argument {flag} (from {variable}):")
-        shown = error_line(USAGE, message) if self.as_json else f"{self.prog}: {message}\nTry '{self.prog} --help'."
+        if self.error_line is not None:
+            shown = self.error_line(message)
+        else:
+            shown = error_line(USAGE, message) if self.as_json else f"{self.prog}: {message}\nTry '{self.prog} --help'."
         self.exit(2, f"{shown}\n")
 
 

@@ -9,8 +9,9 @@ import re
 import select
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
+from itertools import pairwise
 from typing import Any, TextIO
 
 LOG_FORMATS = ("text", "json")
@@ -110,6 +111,28 @@ def setup_logs(service: str, level: str, fmt: str) -> None:
     # The server's interceptor logs errors of handlers. gRPC itself would also log a traceback for every client that
     # disconnects while a message is written to it, which is no error of the server.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+
+
+def refusal_in_json(
+    service: str, argv: Sequence[str] | None, env: Mapping[str, str] | None
+) -> Callable[[str], str] | None:
+    """Makes the line of a refusal of flags, which comes before `setup_logs`; None unless --log-format asks for JSON."""
+    words = sys.argv[1:] if argv is None else argv
+    asked = (os.environ if env is None else env).get("PAGEKV_LOG_FORMAT", "")
+    for word, following in pairwise([*words, ""]):
+        if word == "--log-format":
+            asked = following
+        elif word.startswith("--log-format="):
+            asked = word.partition("=")[2]
+    if asked != "json":
+        return None
+    formatter = _Formatter(service, True)
+
+    def line(reason: str) -> str:
+        fields = {"reason": reason}
+        return formatter.format(logging.makeLogRecord({"levelname": "ERROR", "msg": "cannot start", "fields": fields}))
+
+    return line
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):

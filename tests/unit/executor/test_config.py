@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pagekv.common.flags import declarations
@@ -64,6 +66,15 @@ def test_a_bad_value_is_refused_with_flag_and_bounds(
     message = capsys.readouterr().err
     assert f"argument {flag}" in message
     assert bounds in message
+
+
+def test_a_refusal_is_a_line_of_the_log_where_that_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--log-format", "json", "--grace-s", "3601"], env={})
+    assert caught.value.code == 2
+    told = json.loads(capsys.readouterr().err)
+    assert (told["service"], told["message"]) == ("executor", "cannot start")
+    assert "--grace-s: must be" in told["reason"]
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:50052", "[::]:0", "executor:50052"])

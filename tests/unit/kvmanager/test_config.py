@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pagekv.common.flags import declarations
@@ -182,6 +184,34 @@ def test_a_bad_value_is_refused_by_name(
         parse_config(argv, env)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        (["--log-format=json", "--max-queue=0"], {}),
+        (["--max-queue=0", "--log-format", "json"], {"PAGEKV_LOG_FORMAT": "text"}),
+        ([], {"PAGEKV_LOG_FORMAT": "json", "PAGEKV_MAX_QUEUE": "0"}),
+        (["--log-format", "text", "--max-queue=0", "--log-format", "json", "--no-such-flag"], {}),
+    ],
+)
+def test_a_refusal_is_a_line_of_the_log_where_that_is_json(
+    argv: list[str], env: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was text among JSON."""
+    with pytest.raises(SystemExit) as caught:
+        parse_config(argv, env)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["level"], told["service"], told["message"]) == ("error", "kvmanager", "cannot start")
+    assert "--max-queue" in told["reason"]
+
+
+def test_a_refusal_is_text_where_the_log_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--log-format=text", "--max-queue=0"], {"PAGEKV_LOG_FORMAT": "json"})
+    assert capsys.readouterr().err.startswith("pagekv-manager: argument --max-queue: must be")
 
 
 @pytest.mark.parametrize(
