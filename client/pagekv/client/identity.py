@@ -133,9 +133,6 @@ def tls_files(
         # A variable that is empty is none.
         if value := os.environ.get(FILE_VARIABLES[name]):
             paths[name] = (value, f" (from {FILE_VARIABLES[name]})")
-    for name, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
-        if name in paths and other not in paths:
-            raise InvalidRequest(name, f"needs {other}, too: give both or neither")
     return TlsFiles(paths) if paths else None
 
 
@@ -166,6 +163,9 @@ def _check(files: dict[str, _File]) -> None:
     """Raises InvalidRequest for files that gRPC could not use. gRPC itself would report this only at each call, as if
     no server were there.
     """
+    for name, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
+        if name in files and other not in files:
+            raise InvalidRequest(name, f"needs {other}, too: give both or neither")
     # Imported here: the import costs 15 ms, and most clients have no files.
     import ssl
 
