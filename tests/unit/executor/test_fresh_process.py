@@ -22,16 +22,18 @@ class Replaced(Exception):
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Command lines that this process was replaced by."""
     found: list[list[str]] = []
+    left_behind: list[bool] = []
 
     def execv(path: str, command: list[str]) -> NoReturn:
         assert path == sys.executable
+        assert left_behind.pop()
         found.append(command)
         raise Replaced
 
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-X", "dev", "-m", "pagekv.executor.server", "--listen", "h:0"])
     monkeypatch.setattr(fresh_process, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(fresh_process, "_leave_files_behind", lambda: None)
+    monkeypatch.setattr(fresh_process, "_leave_files_behind", lambda: left_behind.append(True))
     # Both, so that what the code under test sets is taken back.
     monkeypatch.setenv(FAULTS, "")
     return found
