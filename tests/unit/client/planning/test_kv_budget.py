@@ -116,7 +116,8 @@ def test_six_full_8k_contexts_fit_in_8_gib_of_each_of_two_ranks() -> None:
     found = capacity(GQA_80, 16, 2, 8 * GIB, 0.04)
     assert found.full_context_requests == 6
     assert found.request_bytes / GIB == pytest.approx(1.30)
-    assert found.num_blocks == 8 * GIB // (16 * 160 * KIB)
+    assert found.num_blocks == 8 * GIB // (16 * 160 * KIB) == 3276
+    assert found.tokens == 3276 * 16
     # A byte short of the seventh there are six.
     assert capacity(GQA_80, 16, 1, 7 * GIB // 2 * 5, 0).full_context_requests == 7
     assert capacity(GQA_80, 16, 1, 7 * GIB // 2 * 5 - 1, 0).full_context_requests == 6

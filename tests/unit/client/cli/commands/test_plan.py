@@ -99,6 +99,22 @@ def test_a_cpu_serves_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert err.splitlines()[-1] == words
     assert main(["plan", str(tmp_path), "--dtype", "float32"]) == 0
     assert words not in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "on a CPU" not in capsys.readouterr().err
+
+
+def test_weights_of_a_hub_model_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+
+    def fetch(name: str, allow_patterns: list[str], tqdm_class: type) -> str:
+        fetched.extend(allow_patterns)
+        return str(resolve_model("demo"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert main(["plan", "owner/model"]) == 0
+    assert "*.json" in fetched
+    assert "*.safetensors" not in fetched
 
 
 def test_weights_larger_than_this_machine(
