@@ -42,8 +42,8 @@ def test_no_pause_is_longer_than_the_time_left_whatever_is_asked_for() -> None:
     lasting = Outage(10, lambda: now, logging.getLogger("test"))
     error = errors.Unavailable("not yet")
     assert lasting.pause_s(error, least_s=4.0) == 4.0
-    now = 7.0
-    assert lasting.pause_s(error, least_s=4.0) == 3.0
+    now = 9.5
+    assert lasting.pause_s(error, least_s=4.0) == 0.5
     now = 10.0
     assert lasting.pause_s(error, least_s=4.0) is None
 

@@ -76,14 +76,15 @@ def test_nothing_that_listens_does_not_serve() -> None:
 
 
 @contextmanager
-def engine(code: grpc.StatusCode) -> Iterator[str]:
-    """The address of a manager as the gateway sees it, which answers with this status when asked for its tokenizer."""
+def engine(code: grpc.StatusCode, answers: int = 2) -> Iterator[str]:
+    """The address of a manager as the gateway sees it, which answers with this status, after so many messages if it is
+    OK, when asked for its tokenizer.
+    """
 
     def get_tokenizer(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         if code is not grpc.StatusCode.OK:
             context.abort(code, "no")
-        yield b"first"
-        yield b"second"
+        yield from [b"part"] * answers
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -98,11 +99,15 @@ def engine(code: grpc.StatusCode) -> Iterator[str]:
         server.stop(0).wait()
 
 
-@pytest.mark.parametrize(("code", "has"), [("OK", True), ("FAILED_PRECONDITION", False)])
-def test_a_manager_is_asked_for_its_tokenizer(code: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "answers", "has"), [("OK", 2, True), ("OK", 0, False), ("FAILED_PRECONDITION", 0, False)]
+)
+def test_a_manager_is_asked_for_its_tokenizer(
+    code: str, answers: int, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Of no use on this machine.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with engine(grpc.StatusCode[code]) as target:
+    with engine(grpc.StatusCode[code], answers) as target:
         assert has_tokenizer(target.replace("127.0.0.1", "0.0.0.0")) is has
 
 

@@ -101,7 +101,7 @@ def test_a_pin_of_nothing_is_exit_status_1(
     assert (out, json.loads(err)["error"]["code"]) == ("", "NOT_FOUND")
 
 
-def test_pins_are_renewed_by_name_and_listed(
+def test_pins_are_renewed_by_name_listed_and_released(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(request: cache_pb.PinPrefixRequest) -> None:
@@ -125,6 +125,10 @@ def test_pins_are_renewed_by_name_and_listed(
     server.expect("ListPins", cache_pb.ListPinsResponse())
     assert main(["pins"]) == 0
     assert capsys.readouterr().out == "no pins\n"
+    for tokens, text in ((32, "32 tokens unpinned"), (0, "no such pin, or its lease has ended")):
+        server.expect("UnpinPrefix", cache_pb.UnpinPrefixResponse(unpinned_tokens=tokens))
+        assert main(["unpin", "mine"]) == 0
+        assert capsys.readouterr().out == f"{text}\n"
 
 
 def _event(name: str, parent: str = "") -> operator_pb.CacheEvent:

@@ -28,8 +28,9 @@ COMPUTING = """
 import signal, sys
 from pagekv.client.cli.commands import replay
 from pagekv.client.cli.main import main
-# Also if the tests run under nohup.
+# Also if the tests run under nohup, or in the background of a shell.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 script = "import time; print('computing', flush=True); time.sleep(100)"
 replay.COMMAND = (sys.executable, "-c", script)
 status = main(["replay", "x"])
@@ -38,7 +39,7 @@ print(status)
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_the_command_ends_the_process_that_computes(signum: signal.Signals) -> None:
     command = [sys.executable, "-c", COMPUTING]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as popen:
