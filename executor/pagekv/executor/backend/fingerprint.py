@@ -15,15 +15,11 @@ SAMPLE_BYTES = 4096
 
 def model_fingerprint(directory: Path) -> str:
     """SHA-256 in hex over config.json and, in order of name, the name, size, header and weight samples of every
-    safetensors file.
-
-    For models without safetensors (older formats), it covers the names, sizes and samples of `.bin` files instead.
-    Raises OSError when a file cannot be read and ValueError when a safetensors header is broken.
+    safetensors file. Raises OSError when a file cannot be read and ValueError when a safetensors header is broken.
     """
     digest = hashlib.sha256(b"pagekv model fingerprint v1\0")
     _frame(digest, (directory / "config.json").read_bytes())
-    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
-    for path in files:
+    for path in sorted(directory.glob("*.safetensors")):
         _add_weights(digest, path)
     return digest.hexdigest()
 
@@ -39,11 +35,10 @@ def _add_weights(digest: hashlib._Hash, path: Path) -> None:
     _frame(digest, path.name.encode())
     _frame(digest, size.to_bytes(8, "little"))
     with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
-            _frame(digest, file.read(length))
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
+        _frame(digest, file.read(length))
         for index in range(NUM_SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1))
             _frame(digest, file.read(SAMPLE_BYTES))
