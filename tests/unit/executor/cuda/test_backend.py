@@ -42,6 +42,15 @@ def test_memory_given_is_memory_taken(llama: Path) -> None:
     assert host_backend(llama, kv_memory=10**6).describe(16, 4).device_kv_bytes == 10**6
 
 
+@pytest.mark.parametrize("available", [4000, 2**50])
+def test_the_host_pool_is_a_quarter_of_the_hosts_memory_and_no_larger_than_the_devices(
+    llama: Path, available: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagekv.executor.cuda.backend.available_bytes", lambda: available)
+    description = host_backend(llama, kv_memory=10**6).describe(16, 4)
+    assert description.host_kv_bytes == (1000 if available == 4000 else 10**6)
+
+
 def test_memory_for_less_than_a_block_is_refused_before_a_step_is_profiled(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
