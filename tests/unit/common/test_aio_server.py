@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.deaf_client import deaf_call
 from support.event_loop import run_by
@@ -61,6 +62,8 @@ async def test_a_server_with_refused_calls_ends_in_order(server: GrpcServer, cha
     calls = [channel.unary_unary("/nothing")(b"") for _ in range(50)]
     assert {await call.code() for call in calls} == {grpc.StatusCode.UNIMPLEMENTED}
     await server.stop(5)
+    # Other servers of this process are gRPC's own.
+    assert not issubclass(cygrpc.AioServer, aio_server._AioServer)
 
 
 def test_a_release_with_another_inside_serves_and_is_warned_of(

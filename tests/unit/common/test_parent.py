@@ -21,6 +21,8 @@ async def main():
     assert not parent_is_gone()
     print("waiting", flush=True)
     await stop.wait()
+    # Its end, which can be read for ever, is read once.
+    assert not asyncio.get_running_loop().remove_reader(0)
     print("stopped", parent_is_gone(), flush=True)
 
 asyncio.run(main())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,19 +50,27 @@ async def test_an_error_of_any_kind_ends_no_watch(tmp_path: Path, caplog: pytest
     path = tmp_path / "a"
     path.write_text("1")
 
-    seen: list[str] = []
+    applied: list[str] = []
+    loop_thread = threading.get_ident()
 
-    def reload() -> None:
-        seen.append(path.read_text())
-        if seen[-1] == "bad":
-            raise RuntimeError("nobody thought of it")
+    def reload() -> Callable[[], None]:
+        assert threading.get_ident() != loop_thread
+        text = path.read_text()
+
+        def apply() -> None:
+            assert threading.get_ident() == loop_thread
+            if text == "bad":
+                raise RuntimeError("nobody thought of it")
+            applied.append(text)
+
+        return apply
 
     files = WatchedFiles("test", [path], reload)
     watching = asyncio.create_task(files.watch(0.02))
     path.write_text("bad")
     await until(lambda: files.are_refused)
     path.write_text("good")
-    await until(lambda: seen[-1] == "good")
+    await until(lambda: applied == ["good"])
     assert "nobody thought of it" in caplog.text
     watching.cancel()
 
