@@ -55,7 +55,7 @@ def test_the_gateway_is_listed_and_its_name_taken(path: Path) -> None:
     with pytest.raises(PageKVError, match="has a caller 'gateway' already"):
         add_key(path, "gateway", "secret", ["generate"])
     path.write_text("[gateway]\nroles = 5\n")
-    with pytest.raises(PageKVError, match="gateway: must be a table with roles, a list of names"):
+    with pytest.raises(PageKVError, match=r"identities\.toml: gateway: must be a table with roles, a list of names"):
         list_identities(path)
 
 

@@ -137,6 +137,7 @@ def test_options_may_stand_before_the_command(
         ("--timeout 3 bench", "pagekv bench: unrecognized arguments: --timeout=3; --timeout is a flag of other comm"),
         ("generate x -n many", "argument -n/--n: must be a whole number, got 'many'"),
         ("generate x --top-p most", "argument --top-p: must be a number, got 'most'"),
+        ("up --executor-args 'a", 'argument --executor-args: No closing quotation: "\'a"'),
     ],
 )
 def test_the_nearest_name_and_where_help_is(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

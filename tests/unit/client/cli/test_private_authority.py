@@ -98,10 +98,11 @@ def test_a_renewed_certificate_has_another_key_and_keeps_its_names(
     assert load(path).public_key() != before.public_key()
     assert {"gpu-7", "gpu-8"} <= {*names_of(path)}
     assert len(names_of(path)) == len({*names_of(path)})
-    # A file that is no certificate has no names to keep.
-    path.write_text("x")
-    pki.issue(tmp_path, EXECUTOR, authority, 60, [])
-    assert "gpu-7" not in names_of(path)
+    # A file that is no certificate, and a certificate without names, have none to keep.
+    for content in (b"x", (tmp_path / "ca.pem").read_bytes()):
+        path.write_bytes(content)
+        pki.issue(tmp_path, EXECUTOR, authority, 60, [])
+        assert "gpu-7" not in names_of(path)
 
 
 def test_no_certificate_outlives_its_authority(

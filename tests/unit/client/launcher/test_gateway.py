@@ -61,6 +61,9 @@ def answers() -> Iterator[dict[str, Any]]:
 def test_it_serves_once_it_has_models_and_knows_enough_healthy_managers(answers: dict[str, Any]) -> None:
     target = answers["target"]
     assert not serves(target, 1)
+    for other in ({"healthy_workers": "many"}, {}):
+        answers["/readiness"] = other
+        assert not serves(target, 1)
     answers["/readiness"] = {"healthy_workers": 1}
     assert not serves(target, 1)
     answers["/v1/models"] = {"data": []}

@@ -171,6 +171,17 @@ def test_a_deaf_process_is_killed_in_the_end(journal: Path) -> None:
     assert executor in (0, -signal.SIGKILL)
 
 
+def test_nothing_is_left_running_where_stopping_is_interrupted(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    stack = Stack(config(journal))
+    monkeypatch.setattr(stack, "stop", interrupted)
+    with pytest.raises(KeyboardInterrupt), stack:
+        stack.start()
+    assert [child.popen.wait(60) for child in stack.children] == [-signal.SIGKILL] * 2
+
+
 def test_a_process_gets_the_grace_of_its_flags(journal: Path) -> None:
     with Stack(config(journal, manager="late", stop_timeout_s=0, manager_args=["--grace-s", "100"])) as stack:
         stack.start()

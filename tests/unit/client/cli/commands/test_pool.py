@@ -35,6 +35,35 @@ def test_a_namespace_of_another_caller_neither_controls_the_terminal_nor_begins_
         assert r"\x1b[2J\x1b[H\nr-2  running" in row
 
 
+def test_lists_end_at_the_limit_and_say_that_there_are_more(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def check(request: operator_pb.ListRequestsRequest) -> None:
+        asked.append((request.page_size, request.page_token))
+
+    def expect_requests(*names: str, **more: str) -> None:
+        found = [operator_pb.RequestInfo(request_id=name) for name in names]
+        server.expect("ListRequests", operator_pb.ListRequestsResponse(requests=found, total=9, **more), check=check)
+
+    expect_requests("r-1", "r-2", next_page_token="t")
+    expect_requests("r-3", next_page_token="u")
+    assert main(["requests", "--limit", "3"]) == 0
+    assert asked == [(3, ""), (1, "t")]
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["request", "r-1", "r-2", "r-3"]
+    assert err == "9 in all: raise --limit\n"
+    expect_requests("r-1")
+    assert main(["requests"]) == 0
+    assert capsys.readouterr().err == ""
+    blocks = [operator_pb.BlockInfo(block_id=3)]
+    for token, note in (("t", "there are more: raise --limit\n"), ("", "")):
+        server.expect("ListBlocks", operator_pb.ListBlocksResponse(blocks=blocks, next_page_token=token))
+        assert main(["blocks", "--limit", "1"]) == 0
+        assert capsys.readouterr().err == note
+
+
 class _Entries(tuple[Any, ...]):
     """Counts the entries that are copied."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.clients.stand_ins import config
@@ -267,6 +269,27 @@ def test_a_start_says_what_the_processes_do_and_how_long_it_has_taken(
     assert lines[-1][1] == "ready"
     seconds = [float(number) for number, _ in lines]
     assert seconds == sorted(seconds)
+
+
+def test_progress_is_a_line_every_five_seconds_where_there_is_no_status_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Starting:
+        percent = 0
+
+        def phases(self) -> list[tuple[str, str, int | None]]:
+            return [("executor", "loading the weights", self.percent), ("manager", "waiting", None)]
+
+        def wait_ready(self, timeout_s: float, pause: object, on_wait: Callable[[str, float], None]) -> bool:
+            for self.percent in (10, 11, 14, 15, 16, 20):
+                on_wait("executor", float(self.percent))
+            return True
+
+    stack: Any = Starting()
+    assert up.wait_ready(stack, argparse.Namespace(json=False, start_timeout=60.0), Terminal())
+    lines = [line.split(" s  ", 1)[1] for line in capsys.readouterr().err.splitlines()]
+    loading = [f"executor: loading the weights, {percent} %" for percent in (10, 15, 20)]
+    assert lines == ["starting the executor and the KV-manager", loading[0], "manager: waiting", *loading[1:], "ready"]
 
 
 def test_a_stack_of_which_nothing_is_left_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
