@@ -13,6 +13,7 @@ from support.executor.cuda_host import HostDevice, host_backend
 from support.executor.executor_steps import ALL_FEATURES, new_sequence
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cuda import graphs
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.step import Step
@@ -107,6 +108,20 @@ def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
     assert len(returned) == before == backend.runner.graphs.num_captured > 2
     assert backend.runner.graphs.num_replayed > 0
     assert set(returned) == {backend.runner.graph_logits.data_ptr()}
+
+
+def test_more_sequences_than_the_largest_graph_has_are_computed_without_one(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPH_BATCH", 2)
+    backend = host_backend(llama, max_sequences=3)
+    driver = Driver(backend, 16)
+    for count, replayed in ((2, 3), (3, 0)):
+        before = backend.runner.graphs.num_replayed
+        states = [driver.sequence(prompt) for prompt in prompts_of([3] * count)]
+        assert all(len(output) == 4 for output in driver.generate(states, 4))
+        backend.finish(states)
+        assert backend.runner.graphs.num_replayed - before == replayed
 
 
 @pytest.mark.parametrize("graphs", [False, True])
