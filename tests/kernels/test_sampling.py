@@ -17,6 +17,7 @@ from pagekv.executor.backend.interface import Sampling
 from pagekv.kernels import launch_config, sampling
 from pagekv.kernels.params import ADJUSTMENT, CHOICE, EDIT
 from pagekv.kernels.sampling import SamplingKernels
+from pagekv.kernels.sources import translation_unit
 
 # Filters alone and together; a nucleus of most of the vocabulary, which no list holds.
 KINDS = (
@@ -313,6 +314,16 @@ def check_carries(launcher: HostLauncher) -> None:
 @pytest.mark.sanitize
 def test_sums_carry(launcher: HostLauncher) -> None:
     check_carries(launcher)
+
+
+def test_tokens_without_weight_are_not_added() -> None:
+    """All of these have one digit: a warp's additions to one address would come one after the other."""
+    mass = "const u32 low = static_cast<u32>(mass);"
+    # An addition for such a token would show.
+    wrong = "const u32 low = mass == 0ull ? ~0u : static_cast<u32>(mass);"
+    assert mass in translation_unit("sample.cu")
+    steep = [Sampling(temperature=0.05, top_p=0.9), Sampling(temperature=0.05, top_k=1700, top_p=0.9)]
+    check_kinds(HostLauncher(edit=lambda text: text.replace(mass, wrong)), 5001, "float32", kinds=steep)
 
 
 SAMPLE, ADJUST = "pagekv_sample", "pagekv_adjust"

@@ -78,6 +78,9 @@ __device__ __forceinline__ void clear(Shared& shared) {
 }
 
 __device__ __forceinline__ void add(Shared& shared, u32 digit, u64 mass) {
+    // At low temperatures most tokens may have no weight. All of them have one digit, and a warp's additions to one address
+    // are expected to take one after the other.
+    if (mass == 0ull) return;
     const u32 low = static_cast<u32>(mass);
     const u32 sum = atomicAdd(&shared.low[digit], low) + low;
     const u32 high = static_cast<u32>(mass >> 32) + (sum < low ? 1u : 0u);
