@@ -11,6 +11,7 @@ from support.engine.scheduler_driver import Driver, expect, finished, output
 from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 from pagekv.kvmanager.scheduling.fairness.step_share import BESIDE_NEWCOMER, PATIENCE
+from pagekv.kvmanager.scheduling.fairness.visitors import STEPS_BEHIND
 from pagekv.kvmanager.scheduling.sequence import SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
@@ -74,6 +75,22 @@ def test_a_newcomers_prompt_has_the_step_nearly_to_itself() -> None:
     assert all(map(finished, [*flood, newcomer]))
 
 
+def test_steps_beside_a_visitor_are_shorter_but_for_its_prompt() -> None:
+    driver = Driver(num_blocks=512, max_batch_tokens=64, max_running=32, depth=1)
+    for index in range(20):
+        driver.submit([index, 1], max_tokens=60, tenant=A)
+    driver.step()
+    driver.scheduler.set_bound(StepBound(12, 1.0, visited=8))
+    visitor = driver.submit([5] * 22, max_tokens=3, tenant=B)
+    for _ in range(4 + STEPS_BEHIND + 2):
+        driver.step()
+        driver.check()
+    assert finished(visitor)
+    sizes = [plan.num_tokens for plan in driver.plans[1:]]
+    assert sizes == [12, 12] + [8] * (2 + STEPS_BEHIND) + [12, 12]
+    driver.drain()
+
+
 @pytest.mark.parametrize(("count", "left"), [(9, 5), (10, 5)])
 def test_half_of_those_that_decode_sit_a_newcomers_step_out_though_decodes_seem_to_cost_nothing(
     count: int, left: int
@@ -125,6 +142,20 @@ def test_no_sequence_is_passed_over_for_long_whatever_comes(seed: int) -> None:
     driver.scheduler.set_bound(StepBound(128, 1.0, 128))
     while driver.plan() is not None or driver.complete():
         pass
+    assert all(map(finished, driver.requests))
+
+
+def test_the_budget_keeps_a_token_for_each_sequence_that_is_passed_over() -> None:
+    """All of them may decode in the next step, if that is bounded less."""
+    driver = Driver(num_blocks=512, max_batch_tokens=8, max_running=32, depth=1)
+    for index in range(30):
+        driver.submit([index, 1], max_tokens=40, tenant=A if index % 2 else B)
+    driver.scheduler.set_bound(StepBound(4, 1.0, 4))
+    for _ in range(20):
+        driver.step()
+    driver.scheduler.set_bound(StepBound(64, 1.0, 64))
+    driver.drain()
+    assert max(plan.num_tokens for plan in driver.plans) == 8
     assert all(map(finished, driver.requests))
 
 
