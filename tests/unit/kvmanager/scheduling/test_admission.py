@@ -8,7 +8,8 @@ import pytest
 from support.engine.scheduler_driver import Driver, all_running, expect, finished, moves, output, results, right
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
-from pagekv.kvmanager.scheduling.admission import PATIENCE_STEPS
+from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.admission import PATIENCE_STEPS, RETRY_STEPS
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import CopyKind
 
@@ -179,6 +180,27 @@ def test_a_group_that_does_not_fit_beside_a_long_stream_comes_one_by_one(prefix_
     assert first <= 60
     assert max(others) <= 60 < last
     assert right(group)
+
+
+def test_a_head_without_room_is_tried_again_for_what_others_published_meanwhile() -> None:
+    """Nothing becomes free: it hits blocks of another tenant's prompt, which were counted when it did not fit."""
+    driver = Driver(num_blocks=64, depth=1, max_batch_tokens=8)
+    # So little weight that nobody is preempted for it.
+    a, b = Tenant("a", 1), Tenant("b", 2)
+    driver.scheduler.set_tenants({a.number: 1.0, b.number: 0.01}, {})
+    stream = driver.submit([5], max_tokens=60, tenant=a)
+    driver.step()
+    long = driver.submit([1] * 80, max_tokens=40, tenant=a)
+    driver.step()
+    head = driver.submit([1] * 80 + [2] * 100, max_tokens=1, tenant=b)
+    tried = 0
+    while head.sequences[0].state is WAITING:
+        driver.step()
+        tried += 1
+    assert tried == RETRY_STEPS + 1
+    assert not any(request.preemptions or finished(request) for request in (stream, long))
+    driver.drain()
+    assert all(map(right, (stream, long, head)))
 
 
 def test_a_group_that_came_back_one_by_one_goes_on_so_and_shares() -> None:
