@@ -19,14 +19,18 @@ def test_starts_in_order_and_allocates_at_the_head() -> None:
 
 
 def test_a_queue_beside_another_starts_empty_and_shares_its_positions() -> None:
-    """Position 0 of either queue is another one: what stands void there must not count as valid."""
+    """A void entry of one queue must not count as valid because its block stands in the other: not even where one is
+    the last of the first queue and the other is the first of the second.
+    """
     first = FreeQueue(3)
     queue = FreeQueue(2, first)
     assert (len(queue), list(queue), queue.pop(0).tolist()) == (0, [], [])
-    first.remove(ids([0, 2]))
-    queue.append(ids([0, 2]))
-    assert (list(first), list(queue)) == ([1], [0, 2])
-    assert (first.pop(1).tolist(), queue.pop(2).tolist()) == ([1], [0, 2])
+    first.append(first.pop(2))
+    assert first._tail == len(first._entries)
+    first.remove(ids([1, 2]))
+    queue.append(ids([1, 2]))
+    assert (list(first), list(queue)) == ([0], [1, 2])
+    assert (first.pop(1).tolist(), queue.pop(2).tolist()) == ([0], [1, 2])
     assert queue._position is first._position
 
 
