@@ -72,5 +72,5 @@ async def test_nothing_is_kept_of_tenants_that_have_nothing_live_and_nothing_unr
         for stream in (read_whole, given_up):
             engine.release(stream)
     live = engine._live
-    kept = (live._requests, live._by_stream, live._being_read, live.num_unread, live._tenants)
+    kept = (live._requests, live._by_stream, live._being_read, live.num_unread, live._readers, live._tenants)
     assert not any(kept)

@@ -243,7 +243,7 @@ async def test_what_requests_of_another_adapter_cached_is_explained_in_its_own_n
 async def test_lookups_tell_what_a_copy_would_serve(engine: EngineLoop) -> None:
     await read(engine.submit(command("a", EIGHT, 1)))
     match = engine.queries.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
-    assert (match.device_tokens, match.partial_tokens) == (4, 2)
+    assert (match.device_tokens, match.partial_tokens, list(match.block_ids)) == (4, 2, [0])
     assert engine.queries.lookup_prefix(EIGHT, ANY).partial_tokens == 0
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.engine.scheduler_driver import Driver
 from support.engine.states import state_of
 
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine import snapshots as snapshots_module
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.snapshots import EngineSnapshots
@@ -85,6 +86,23 @@ def test_all_pages_together_look_at_each_block_a_few_times(
             break
     assert found == (0 if state == pb.BLOCK_STATE_PINNED else num_blocks)
     assert num_blocks <= looked_at <= 2 * num_blocks
+
+
+def test_a_host_block_has_its_holders_and_the_hash_of_what_can_be_hit() -> None:
+    driver = Driver(block_size=2, host_blocks=8, preemption="swap", depth=1)
+    request = driver.submit([1, 2, 3, 4, 5], max_tokens=4)
+    driver.step()
+    driver.scheduler.preempt_all()
+    swapped = request.sequences[0].swapped
+    assert swapped is not None
+    asked = snapshots(driver, CacheAdmin(True, 1.0, lambda: None))
+    hashes = [digest.hex() for digest in chain_digests(request.root, token_bytes([1, 2, 3, 4]), 2)]
+    assert [asked.host_block(block) for block in swapped.blocks] == [
+        pb.BlockInfo(block_id=block, ref_count=1, block_hash=block_hash)
+        for block, block_hash in zip(swapped.blocks, [*hashes, ""], strict=True)
+    ]
+    with pytest.raises(InvalidRequest, match=r"block_id: must be from 0 to 7 \(the pool\), got 8"):
+        asked.host_block(8)
 
 
 def test_a_request_leads_from_logical_blocks_to_hashes_and_physical_ones() -> None:
