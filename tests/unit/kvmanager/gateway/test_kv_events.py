@@ -136,6 +136,12 @@ def test_blocks_that_a_gateways_prompt_cannot_hit_are_not_told() -> None:
     reader.take(events.changed(diff(removed=[foreign.digests[0]])))
     reader.take(events.changed(diff([mine])))
     assert list(reader.blocks.values()) == [(None, (1, 2, 3, 4))]
+    # Blocks that a step publishes come together, whosever they are.
+    after = block(mine.digests[0], 5, 6, 7, 8)
+    last = block(below.digests[0], 9, 9, 9, 9)
+    reader.take(events.changed(diff([foreign])))
+    reader.take(events.changed(diff([join([below, after]), last])))
+    assert [*reader.blocks] == [name(mine.digests[0]), name(after.digests[0])]
 
 
 def test_another_model_starts_from_its_own_root() -> None:
