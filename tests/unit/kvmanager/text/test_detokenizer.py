@@ -82,6 +82,11 @@ def test_special_tokens_have_no_text_and_keep_the_space_that_follows() -> None:
     assert "".join(stream(SENTENCEPIECE, the, [0])) == "the"
 
 
+def test_a_token_whose_text_is_remembered_keeps_the_space_that_follows() -> None:
+    ids = [3 + ord("\n"), *encode(SENTENCEPIECE, "the")]
+    assert ["".join(stream(SENTENCEPIECE, ids, [0])) for _ in range(2)] == ["\n the"] * 2
+
+
 @pytest.mark.parametrize("tokenizer", [SENTENCEPIECE, METASPACE], ids=["sentencepiece", "metaspace"])
 def test_ids_that_the_tokenizer_does_not_know_have_no_text_and_keep_the_space_that_follows(
     tokenizer: Tokenizer,
