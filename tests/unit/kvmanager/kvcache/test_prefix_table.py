@@ -117,6 +117,7 @@ def test_a_digest_of_another_content_is_a_collision_and_nothing_enters_after_it(
     assert table.lookup(digests[-1]) == 0
     assert table.match(ROOT, [digests[-1]], rows([1, 2])) == ([0], False)
     assert table.match(ROOT, [digests[-1]], rows([3, 4])) == ([], True)
+    assert table.match(ROOT, [b"unknown" * 4], rows([3, 4])) == ([], False)
 
 
 def test_the_same_tokens_after_another_parent_are_a_collision() -> None:
