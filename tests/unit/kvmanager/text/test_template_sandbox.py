@@ -25,6 +25,11 @@ def test_templates_get_the_conveniences_they_expect() -> None:
     assert got == '\n<user>Hello <b> {"é": "<"}\nsaidTrue 4<assistant>'
 
 
+def test_objects_are_written_as_the_template_asks() -> None:
+    source = '{{ {"b": "é", "a": 1} | tojson(ensure_ascii=true, indent=1, separators=(" ;", "= "), sort_keys=true) }}'
+    assert TemplateSandbox(source, {}).render(HELLO) == '{\n "a"= 1 ;\n "b"= "\\u00e9"\n}'
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
