@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -68,6 +69,9 @@ async def test_a_forced_reset_while_requests_run_changes_no_token(engine: Engine
     assert reset is not None
     assert (reset.preempted_sequences, reset.ended_pins) == (3, 1)
     assert reset.removed_blocks > 0
+    again = engine.queries.reset_prefix_cache(force=True)
+    assert again is not None
+    assert (again.preempted_sequences, again.ended_pins) == (0, 0)
     assert listed(engine) == set()
     assert engine.queries.cache.unpin(pin.pin_id) == 0
     assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
@@ -105,6 +109,8 @@ async def test_pins_are_gauges_and_a_state_of_blocks(engine: EngineLoop) -> None
     stats = engine.statistics.stats()
     assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (3, 2, 2, 1)
     assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
+    ends = [pin.expire_time.ToMilliseconds() / 1e3 for pin in engine.queries.cache.list_pins().pins]
+    assert ends == pytest.approx([time.time() + 60] * 3, abs=30)
     blocks = engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_PINNED).blocks
     assert sorted((block.ref_count, block.pins) for block in blocks) == [(2, 2), (3, 3)]
     assert engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
@@ -245,6 +251,13 @@ async def test_lookups_tell_what_a_copy_would_serve(engine: EngineLoop) -> None:
     match = engine.queries.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
     assert (match.device_tokens, match.partial_tokens, list(match.block_ids)) == (4, 2, [0])
     assert engine.queries.lookup_prefix(EIGHT, ANY).partial_tokens == 0
+
+
+@run_by(run, limits=SchedulerLimits(64, 32, 0.0, partial_hits=False))
+async def test_lookups_tell_of_no_copy_where_none_is_made(engine: EngineLoop) -> None:
+    await read(engine.submit(command("a", EIGHT, 1)))
+    match = engine.queries.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
+    assert (match.device_tokens, match.partial_tokens) == (4, 0)
 
 
 @in_event_loop
