@@ -13,6 +13,24 @@ UNKNOWN = "gRPC cannot use it and does not say why; is another process using it?
 _WORDS = {errno.EADDRINUSE: IN_USE, errno.EADDRNOTAVAIL: "this machine does not have that address"}
 
 
+def is_served(listen: str) -> bool:
+    """Whether a process listens at this address, if it is unix:/path. gRPC would take the path from that process, which
+    would go on without noticing; a path that a process has left behind is free.
+    """
+    if not listen.startswith("unix:"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(listen.removeprefix("unix:").removeprefix("//"))
+        except BlockingIOError:
+            # Its queue of connections is full.
+            return True
+        except OSError:
+            return False
+    return True
+
+
 def why_not_listen(listen: str) -> str:
     """The reason in words, for an address (host:port or unix:/path) that gRPC could not bind."""
     try:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from pagekv.common import health
 from pagekv.common.aio_server import aio_server
-from pagekv.common.cannot_listen import why_not_listen
+from pagekv.common.cannot_listen import IN_USE, is_served, why_not_listen
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.freed_memory import keep_freed_memory, touch_memory
 from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
@@ -243,6 +243,8 @@ class GrpcServer:
 
     async def start(self) -> int:
         """Binds and listens; health says NOT_SERVING until `set_serving`. Returns the port. Raises OSError."""
+        if is_served(self._listen):
+            raise OSError(f"cannot listen on {self._listen}: {IN_USE}")
         if self._reflection:
             from grpc_reflection.v1alpha import reflection
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
+from support.event_loop import in_event_loop
 
-from pagekv.common.cannot_listen import IN_USE, TAKEN, UNKNOWN, why_not_listen
-from pagekv.common.server import SERVER_OPTIONS
+from pagekv.common.cannot_listen import IN_USE, TAKEN, UNKNOWN, is_served, why_not_listen
+from pagekv.common.probe import check
+from pagekv.common.server import SERVER_OPTIONS, GrpcServer
 
 
 def refused_by_grpc(listen: str) -> bool:
@@ -71,3 +75,35 @@ def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str, words: str) -> 
 def test_an_address_that_has_become_free_is_left_free(tmp_path: Path) -> None:
     assert why_not_listen(f"unix:{tmp_path / 'socket'}") == UNKNOWN
     assert os.listdir(tmp_path) == []
+
+
+def test_a_socket_at_which_a_process_listens_is_served_and_one_left_behind_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for listen in (f"unix:{path}", f"unix://{path}"):
+        assert not is_served(listen)
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+            other.listen(0)
+            assert is_served(listen)
+            # Its queue is full now.
+            with socket.socket(socket.AF_UNIX) as waiting:
+                waiting.connect(str(path))
+                assert is_served(listen)
+        assert path.is_socket()
+        assert not is_served(listen)
+        path.unlink()
+    assert not is_served("127.0.0.1:1")
+
+
+@in_event_loop
+async def test_a_server_does_not_take_the_socket_of_another() -> None:
+    """gRPC would, and the end of either would then remove the socket of the other."""
+    with tempfile.TemporaryDirectory() as short:
+        first, second = (GrpcServer(f"unix:{short}/server", [], reflection=False) for _ in range(2))
+        await first.start()
+        first.set_serving(True)
+        with pytest.raises(OSError, match=f"^cannot listen on unix:{short}/server: {IN_USE}$"):
+            await second.start()
+        await second.stop(0)
+        assert await asyncio.to_thread(check, f"unix:{short}/server") == "SERVING"
+        await first.stop(0)
