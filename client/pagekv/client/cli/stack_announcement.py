@@ -37,6 +37,12 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
         reached = [address for address in reached if address == stack.gateway_target]
     if reached:
         terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
+    with_port = [target for target in stack.executor_targets if not target.startswith("unix:")]
+    if stack.config.executor_port is None and with_port:
+        terminal.note(
+            f"other users of this machine can reach {', '.join(with_port)}, where an executor listens, "
+            "because the folder for temporary files cannot have Unix sockets: set TMPDIR to another one"
+        )
     openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
         found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_targets[0]}

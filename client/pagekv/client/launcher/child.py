@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -106,7 +107,7 @@ class Child:
         if status == USAGE:
             # argparse prints its usage before the reason, more lines than are kept, and a hint at the process's own
             # --help after it.
-            reason = [line for line in self.lines if not line.startswith(("usage:", " ", "Try '"))]
+            reason = [_reason(line) for line in self.lines if not line.startswith(("usage:", " ", "Try '"))]
             return StackError(f"the {self.name} refuses its command line: " + "\n".join(reason), exit_status=USAGE)
         return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
 
@@ -115,6 +116,14 @@ class Child:
         lines = [*takewhile(lambda line: _ENDED_BY_RANK not in line, self.lines)]
         lines = [line for line in lines if line and not line.startswith(_TORCHRUN_SAYS)]
         return "; its last lines:" + "".join(f"\n  {line}" for line in lines or self.lines)
+
+
+def _reason(line: str) -> str:
+    """The reason in a line of a log in JSON; any other line as it is."""
+    try:
+        return str(json.loads(line)["reason"])
+    except (ValueError, LookupError, TypeError):
+        return line
 
 
 def _signal_name(number: int) -> str:

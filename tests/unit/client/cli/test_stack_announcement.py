@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,18 @@ def test_a_tokenizer_that_cannot_be_used_is_told(
     assert not told(str(tmp_path), has_tokenizer=True)
     assert not told(str(tmp_path), "--tokenizer=none")
     assert not told("")
+
+
+def test_an_executor_without_a_socket_is_told(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    for folder, noted in (("/tmp", False), (str(long), True)):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        server.expect("GetModelInfo", pb.GetModelInfoResponse())
+        with Stack(StackConfig(port=0)) as stack:
+            stack.target = server.target
+            announce(stack, make_parser().parse(["up"]), Terminal())
+            (target,) = stack.executor_targets
+        assert (f"other users of this machine can reach {target}," in capsys.readouterr().err) is noted
