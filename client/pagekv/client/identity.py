@@ -90,6 +90,7 @@ class TlsFiles:
         """
         self._paths = paths
         self._read: list[object] = []
+        # Files that gRPC could not use are refused here, before anything else about the client is.
         self.credentials()
 
     def credentials(self) -> grpc.ChannelCredentials:

@@ -158,7 +158,7 @@ class ExecutorConfig:
         metavar="SECONDS",
     )
     log_level: str = flag(
-        "lowest level to log; debug adds little: where a GPU that cannot be used failed",
+        "lowest level to log; debug adds refused calls, and where a GPU that cannot be used failed",
         default="info",
         choices=LOG_LEVELS,
     )

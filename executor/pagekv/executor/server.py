@@ -60,7 +60,9 @@ class Executor:
     """One executor process. States: listening (NOT_SERVING) → serving → draining (NOT_SERVING) → over."""
 
     def __init__(self, config: ExecutorConfig, load: Callable[[], Backend], tls: Tls | None = None) -> None:
-        """`load` makes the backend, on the thread that uses it from then on. `tls`: the certificate of --tls-cert."""
+        """`load` makes the backend, on the thread that uses it from then on. `tls`: the certificate of --tls-cert.
+        Raises OSError as `GrpcServer`.
+        """
         self._config = config
         self._load_backend = load
         self._compute = WorkerThread()

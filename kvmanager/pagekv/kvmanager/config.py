@@ -49,7 +49,7 @@ class ManagerConfig:
         metavar="SECONDS",
     )
     log_level: str = flag(
-        "lowest level to log; debug adds lines about each request: queued, computed from here, ended",
+        "lowest level to log; debug adds refused calls, and for each request: queued, computed from here, ended",
         default="info",
         choices=LOG_LEVELS,
     )

@@ -71,7 +71,7 @@ class Manager:
 
     def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None, access: Access | None = None) -> None:
         """`tokenizer`: the one that --tokenizer names; None if the executor's model decides. `access`: the opened files
-        of `config.access`. Raises CannotProtect, ExtraMissing and TomlFileError.
+        of `config.access`. Raises CannotProtect, ExtraMissing, TomlFileError, and OSError as `GrpcServer`.
         """
         self._config = config
         self._tokenizer = ServedTokenizer(tokenizer, from_executor=config.tokenizer == FROM_EXECUTOR)
@@ -112,7 +112,9 @@ class Manager:
         operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(self.engine, served), server)
 
     def _add_gateway(self) -> GrpcServer | None:
-        """Adds a gateway's service, if wanted; returns its own server, if any. Raises CannotProtect, ExtraMissing."""
+        """Adds a gateway's service, if wanted; returns its own server, if any. Raises CannotProtect, ExtraMissing,
+        and OSError as `GrpcServer`.
+        """
         at_listen, own_listen = self._config.observe.gateway_api, self._config.access.gateway_listen
         if not at_listen and not own_listen:
             return None

@@ -96,6 +96,9 @@ def main() -> int:
     args = parser.parse_args()
     if not args.peer_python.is_file():
         parser.error(f"--peer-python: no such file: {args.peer_python}; make bench-peers makes the default one")
+    # Nothing is set by hand.
+    for name in [name for name in os.environ if name.startswith("PAGEKV_")]:
+        del os.environ[name]
     # An end from outside ends the players too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found: list[Comparison] = []

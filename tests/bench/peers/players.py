@@ -81,7 +81,9 @@ class Player:
 
 @contextmanager
 def our_player(model: Path, name: str, dtype: str) -> Iterator[Player]:
-    """Executor and manager as `pagekv up` starts them, and a client. Nothing is set by hand but the element type."""
+    """Executor and manager as `pagekv up --no-http` starts them, and a client. Nothing is set by hand but the element
+    type, and that no tokenizer is needed.
+    """
     executor_args = ["--model", str(model), "--dtype", dtype]
     command = [sys.executable, "-m", "peers.our_rounds"]
     env = environment()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from support.clients.certificates import Authority
 from support.clients.scripted_server import Hangs, ScriptedServer, answer, chunk
 
 from pagekv.client import Cancelled, FailedPrecondition, renewed_channel
+from pagekv.client.identity import TlsFiles
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
 STATS = operator_pb.GetStatsResponse()
@@ -95,6 +96,7 @@ def test_calls_under_way_stay_until_the_client_is_closed(site: Site, make_client
             site.authority.pair("client")
             site.answers(client)
             gc.collect()
+        assert not result.done()
         assert site.server.cancelled == []
         client.close()
         with pytest.raises(Cancelled):
@@ -122,15 +124,30 @@ def test_a_certificate_without_its_key_changes_nothing_yet(
     assert "No such file" in caplog.records[-1].getMessage()
 
 
-def test_files_that_cannot_be_used_are_read_again_after_a_pause(site: Site, make_client: Any) -> None:
+def test_files_that_cannot_be_used_are_read_again_after_a_pause(
+    site: Site, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, read = 100.0, 0
+    credentials = TlsFiles.credentials
+
+    def counted(files: TlsFiles) -> grpc.ChannelCredentials:
+        nonlocal read
+        read += 1
+        return credentials(files)
+
+    monkeypatch.setattr(renewed_channel, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(TlsFiles, "credentials", counted)
     client = make_client(site.server.target, **site.files)
-    authority = site.files["ca"].read_bytes()
     site.files["ca"].unlink()
-    site.answers(client)
-    site.files["ca"].write_bytes(authority)
-    time.sleep(1.1 * renewed_channel.RETRY_S)
+    before = read
+    for later, count in ((0.0, 1), (0.9, 1), (0.2, 2)):
+        now += later * renewed_channel.RETRY_S
+        site.answers(client)
+        assert read - before == count
     site.found_authority()
+    now += 1.1 * renewed_channel.RETRY_S
     site.answers(client)
+    assert read - before == 3
 
 
 def test_a_closed_client_opens_no_connection(site: Site, make_client: Any) -> None:

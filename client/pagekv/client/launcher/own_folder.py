@@ -17,7 +17,8 @@ NEW_S = 60.0
 class OwnFolder:
     """Below TMPDIR. States: there → removed.
 
-    An open folder is locked, and the kernel unlocks it when its process ends, however that happens.
+    An open folder is locked, and the kernel unlocks it when its process ends, however that happens. A folder on a file
+    system without locks may be removed while it is in use, by a later process of this user.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -1,5 +1,5 @@
-"""Lines of the log about each request, for `--log-level debug`, with counts and the request's id, but without text and
-tokens.
+"""Lines of the log about each request, for `--log-level debug`, with the request's id, its tenant and counts, but
+without text and tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ log = Log(__name__)
 
 
 class RequestLog(Observer):
-    """A line when a request is queued, when one of its sequences enters a step or comes back after a preemption or a
-    lost executor, and when the request has ended. The times are those of the lines.
+    """A line when a request is queued, when one of its sequences is given to the executor, at first or again after a
+    preemption or a lost executor, and when the request has ended. The times are those of the lines.
     """
 
     def submitted(self, request: LiveRequest) -> None:
