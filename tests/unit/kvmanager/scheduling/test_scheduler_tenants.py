@@ -252,3 +252,19 @@ def test_a_configuration_that_stays_is_fitted_to_a_smaller_pool() -> None:
     assert driver.pool.tenants.floors_beside(2) == 10
     with pytest.raises(ValueError, match="13 blocks together, the pool has 10"):
         driver.scheduler.set_tenants({}, {1: 13})
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_each_token_of_a_prompt_is_charged_once(prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(block_size=4, max_batch_tokens=8, depth=1, prefix_cache=prefix_cache)
+    charged: list[tuple[int, int]] = []
+    served = driver.scheduler.waiting.served
+    monkeypatch.setattr(served, "charge_prompt", lambda tenant, tokens: charged.append((tenant, tokens)))
+    request = driver.submit(list(range(30)), max_tokens=3, tenant=Tenant("", 7))
+    for _ in range(2):
+        driver.step()
+    driver.scheduler.preempt_all()
+    driver.drain()
+    assert finished(request)
+    assert {tenant for tenant, _ in charged} == {7}
+    assert sum(tokens for _, tokens in charged) == 30
