@@ -84,11 +84,8 @@ def test_a_socket_at_which_a_process_listens_is_served_and_one_left_behind_is_no
         with socket.socket(socket.AF_UNIX) as other:
             other.bind(str(path))
             other.listen(0)
-            assert is_served(listen)
-            # Its queue is full now.
-            with socket.socket(socket.AF_UNIX) as waiting:
-                waiting.connect(str(path))
-                assert is_served(listen)
+            # Nobody accepts, so the queue of connections soon is full.
+            assert all(is_served(listen) for _ in range(5))
         assert path.is_socket()
         assert not is_served(listen)
         path.unlink()
