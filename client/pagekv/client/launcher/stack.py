@@ -128,7 +128,12 @@ class Stack:
                 "another folder"
             ) from error
         if self.config.executor_port is None:
-            self.executor_targets = self._executor_sockets()
+            try:
+                self.executor_targets = self._executor_sockets()
+            except StackError:
+                self._folder.remove()
+                self._ports.close()
+                raise
         return self
 
     def _executor_ports(self, first: int) -> list[str]:

@@ -70,6 +70,24 @@ def test_where_a_folder_cannot_have_sockets_executors_have_ports(
             assert stack.wait_ready(120)
 
 
+def test_where_there_is_no_port_either_nothing_is_left(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = Path(short, "a,b")
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        stack = Stack(config(journal))
+
+        def taken(*_: object) -> str:
+            raise StackError("no port")
+
+        monkeypatch.setattr(stack._ports, "target", taken)
+        with pytest.raises(StackError, match="no port"), stack:
+            pass
+        assert list(folder.iterdir()) == []
+    # Nothing keeps the port that was chosen.
+    Stack(config(journal, port=int(stack.target.rpartition(":")[2])))
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_a_stack_may_serve_an_address_of_ipv6(journal: Path) -> None:
     with Stack(config(journal, host="[::1]")) as stack:
